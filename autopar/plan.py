@@ -1,0 +1,134 @@
+"""The plan: every choice the search makes, and nothing it can derive. Read, edited and written as YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .errors import PlanError
+from .mesh import Mesh
+from .placement import Strategy
+
+SCHEDULES = ("none", "gpipe", "1f1b")
+PRECISIONS = ("bf16", "fp32", "fp64")
+
+
+@dataclass(frozen=True)
+class Solution:
+    """One answer of the intra-op search on the tp axis.
+
+    `strategies[block][node]` is the strategy of each node of each block (prologue, layer classes,
+    epilogue). A parameter or an input is a node without inputs: its output is its stored placement.
+    """
+
+    tp: int
+    strategies: Mapping[str, Mapping[str, Strategy]]
+    name: str = ""  # recognised layout, such as "megatron" or "megatron-sp"
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """A torch optimizer class by name, with keyword arguments over torch's defaults."""
+
+    name: str = "AdamW"
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A complete plan.
+
+    `stages` holds the layer range [start, stop) of each pipeline stage; `recompute` the indices of the
+    layers whose activations are recomputed in backward. Batch sizes count samples, `sequence` tokens.
+    """
+
+    mesh: Mesh
+    global_batch: int
+    micro_batch: int
+    sequence: int
+    stages: tuple[tuple[int, int], ...]
+    schedule: str = "none"
+    zero: int = 0
+    recompute: tuple[int, ...] = ()
+    precision: str = "bf16"
+    optimizer: Optimizer = Optimizer()
+    solution: Solution = Solution(1, {})
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches a step on each data-parallel rank."""
+        return self.global_batch // (self.micro_batch * self.mesh.dp)
+
+    def __post_init__(self) -> None:
+        samples = self.micro_batch * self.mesh.dp
+        if self.global_batch % samples:
+            raise PlanError(
+                f"global_batch={self.global_batch} is not divisible by micro_batch={self.micro_batch} "
+                f"× dp={self.mesh.dp} = {samples}: use a multiple of {samples}"
+            )
+        if len(self.stages) != self.mesh.pp:
+            raise PlanError(f"{len(self.stages)} stages for pp={self.mesh.pp}: give one layer range a stage")
+        if self.schedule not in SCHEDULES or (self.schedule == "none") != (self.mesh.pp == 1):
+            legal = "none" if self.mesh.pp == 1 else "gpipe or 1f1b"
+            raise PlanError(f"schedule={self.schedule!r} with pp={self.mesh.pp}: use {legal}")
+        if self.schedule == "1f1b" and self.accumulation < self.mesh.pp:
+            raise PlanError(
+                f"1f1b needs at least as many micro-batches as stages: {self.accumulation} < pp={self.mesh.pp}; "
+                "use schedule='gpipe', a smaller micro_batch or fewer stages"
+            )
+        if self.zero not in (0, 1, 2, 3):
+            raise PlanError(f"zero={self.zero}: use 0, 1, 2 or 3")
+        if self.precision not in PRECISIONS:
+            raise PlanError(f"precision={self.precision!r}: use one of {', '.join(PRECISIONS)}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for YAML and JSON; `from_dict` is the inverse."""
+        return {
+            "mesh": {axis: self.mesh.size(axis) for axis in ("pp", "dp", "cp", "tp")},
+            "global_batch": self.global_batch,
+            "micro_batch": self.micro_batch,
+            "sequence": self.sequence,
+            "stages": [list(stage) for stage in self.stages],
+            "schedule": self.schedule,
+            "zero": self.zero,
+            "recompute": list(self.recompute),
+            "precision": self.precision,
+            "optimizer": {"name": self.optimizer.name, "kwargs": dict(self.optimizer.kwargs)},
+            "layout": self.solution.name,
+            "placements": {
+                block: {node: str(strategy) for node, strategy in nodes.items()}
+                for block, nodes in self.solution.strategies.items()
+            },
+        }
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Plan:
+        mesh = Mesh(**data["mesh"])
+        strategies = {
+            block: {node: Strategy.parse(text) for node, text in nodes.items()}
+            for block, nodes in data["placements"].items()
+        }
+        return Plan(
+            mesh=mesh,
+            global_batch=data["global_batch"],
+            micro_batch=data["micro_batch"],
+            sequence=data["sequence"],
+            stages=tuple((start, stop) for start, stop in data["stages"]),
+            schedule=data["schedule"],
+            zero=data["zero"],
+            recompute=tuple(data["recompute"]),
+            precision=data["precision"],
+            optimizer=Optimizer(data["optimizer"]["name"], data["optimizer"]["kwargs"]),
+            solution=Solution(mesh.tp, strategies, data.get("layout", "")),
+        )
+
+    def save(self, path: Path) -> None:
+        path.write_text(yaml.safe_dump(self.to_dict(), sort_keys=False, width=110))
+
+    @staticmethod
+    def load(path: Path) -> Plan:
+        return Plan.from_dict(yaml.safe_load(path.read_text()))

@@ -1,0 +1,41 @@
+"""The constants of an emitted program: what the plan chose, in plain Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Written at the top of every emitted model.py; batch sizes count samples, `sequence` tokens.
+
+    predicted_step_s: the cost model's step time, seconds. flops_per_step: model FLOPs of a step over all
+    ranks (forward and backward, no recompute), for MFU. peak_flops: of one device in this precision, FLOP/s.
+    """
+
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+    global_batch: int
+    micro_batch: int
+    sequence: int
+    schedule: str  # "none", "gpipe", "1f1b"
+    zero: int
+    precision: str  # "bf16", "fp32", "fp64"
+    stages: tuple[tuple[int, int], ...]  # layer range of each stage
+    optimizer: str = "AdamW"
+    optimizer_kwargs: dict[str, Any] = field(default_factory=dict)
+    predicted_step_s: float | None = None
+    flops_per_step: float | None = None
+    peak_flops: float | None = None
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches a step on each data-parallel rank."""
+        return self.global_batch // (self.micro_batch * self.dp)

@@ -1,0 +1,88 @@
+"""What one block of the model costs on one rank: symbolic facts, no hardware.
+
+A block is the prologue (embedding), one layer class, or the epilogue (head and loss), under one tp
+solution. Expressions are sympy in `b` (samples of a micro-batch) and `s` (tokens of a sequence).
+`describe` makes these from the traced graph; every other cost model only reads them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import sympy
+
+B = sympy.Symbol("b", positive=True, integer=True)
+S = sympy.Symbol("s", positive=True, integer=True)
+
+
+@dataclass(frozen=True)
+class OpCost:
+    """One op on one rank. FLOPs count a multiply-add as two; bytes are HBM traffic of unfused eager kernels."""
+
+    name: str
+    kind: str  # "matmul", "attention" or "memory" (bandwidth-bound)
+    forward_flops: sympy.Expr
+    forward_bytes: sympy.Expr
+    backward_flops: sympy.Expr
+    backward_bytes: sympy.Expr
+    sharded: bool  # tp divides its work
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One collective over tp. `size_bytes` is the whole (gathered) tensor, as nccl-tests counts it.
+
+    `phase` is "forward" (repeated by recompute), "backward", or "sync" (once a gradient
+    synchronisation: parameters whose gradient is Partial).
+    """
+
+    collective: str  # "all_reduce", "all_gather", "reduce_scatter", "all_to_all"
+    size_bytes: sympy.Expr
+    phase: str
+    axis: str = "tp"
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """One block under one solution.
+
+    parameters: elements this rank holds before data sharding (tied copies counted once, in the first block).
+    saved_bytes: activations kept from forward to backward for one micro-batch, without recompute.
+    input_bytes: what is kept instead when the block is recomputed (its inputs).
+    working_bytes: the largest transient beside what is saved (workspace of one op, its gradient).
+    output_bytes: what the block sends to the next one (hidden states), also the size of their gradient.
+    """
+
+    name: str
+    ops: tuple[OpCost, ...]
+    transfers: tuple[Transfer, ...]
+    parameters: int
+    tied_parameters: int  # elements that another block also holds (an extra copy when the two are on different stages)
+    saved_bytes: sympy.Expr
+    input_bytes: sympy.Expr
+    working_bytes: sympy.Expr
+    output_bytes: sympy.Expr
+
+    @property
+    def model_flops(self) -> sympy.Expr:
+        """Forward FLOPs on this rank."""
+        return sympy.Add(*(op.forward_flops for op in self.ops))
+
+
+@dataclass(frozen=True)
+class ModelCosts:
+    """The whole model under one tp solution: prologue, each layer in order, epilogue.
+
+    `layers[i]` is the class name of layer i; `classes` maps names to costs.
+    `unsharded_flops`: forward FLOPs of one micro-batch of the original model (for MFU: ×3 with backward).
+    `sharded_fraction`: share of FLOPs that tp divides, 0 to 1, at the given b, s.
+    """
+
+    tp: int
+    solution: str
+    prologue: LayerCosts
+    classes: dict[str, LayerCosts]
+    layers: tuple[str, ...]
+    epilogue: LayerCosts
+    unsharded_flops: sympy.Expr
+    sharded_fraction: float
