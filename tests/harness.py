@@ -225,7 +225,7 @@ def _describe_hang(children: Sequence[_Child], timeout: float) -> str:
 def assert_parity(
     actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float, what: str = "tensors"
 ) -> None:
-    """AssertionError with the worst entries unless all errors, by the contract's metric, are ≤ `tolerance`."""
+    """AssertionError with the worst unless all errors, by the contract's metric, are ≤ `tolerance`."""
     errors = relative_errors(actual, expected)
     wrong = {name: error for name, error in errors.items() if not error <= tolerance}  # NaN is wrong too
     if not wrong:
@@ -274,7 +274,7 @@ def reference_run(
             batch = {name: _cast(value, dtype) for name, value in batch.items()}
             outputs = model(**batch)
             loss = loss_of(outputs, batch) if loss_of else _loss(outputs)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             losses.append(loss.item())
             gradients.append({name: _gradient(parameter) for name, parameter in model.named_parameters()})
             limit = float("inf") if clip is None else clip
