@@ -1,0 +1,209 @@
+"""The program representation: a list of calls of a few blocks, each block a small torch.fx graph.
+
+A traced model is one block called once. `trace.layers` cuts it into prologue, layer classes and
+epilogue; from then on a model of 126 layers is three or four blocks and 128 calls. Shapes are sympy
+expressions in `b` (samples of a micro-batch) and `s` (tokens of a sequence); so are shape arguments
+of ops. Every fact about a node lives in one `NodeInfo`; nothing else touches `node.meta`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from ..placement import Placement, Strategy
+
+B = sympy.Symbol("b", positive=True, integer=True)
+S = sympy.Symbol("s", positive=True, integer=True)
+
+Shape = tuple[sympy.Expr, ...]
+_KEY = "autopar"
+
+
+class Role(Enum):
+    """What a node is. Parameters, buffers, inputs and values are the placeholders of a block."""
+
+    OP = "op"
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    INPUT = "input"  # a keyword input of the model
+    VALUE = "value"  # an output of an earlier call
+    CONVERT = "convert"
+
+
+@dataclass(frozen=True)
+class NodeInfo:
+    """Typed facts of one node.
+
+    `shape` is global (unsharded). `ref` names what a placeholder stands for: a parameter or buffer
+    relative to the call's path, a keyword input, or (VALUE) the position among the call's inputs.
+    `module` is the path of the module that ran the op and `source` the user's line.
+    """
+
+    shape: Shape
+    dtype: torch.dtype
+    requires_grad: bool = False
+    role: Role = Role.OP
+    ref: str = ""
+    module: str = ""
+    source: str = ""
+    strategy: Strategy | None = None
+
+    @property
+    def placement(self) -> Placement:
+        assert self.strategy is not None, "the program has not been typed yet"
+        return self.strategy.output
+
+
+def info(node: fx.Node) -> NodeInfo:
+    facts: NodeInfo = node.meta[_KEY]
+    return facts
+
+
+def set_info(node: fx.Node, facts: NodeInfo) -> fx.Node:
+    node.meta[_KEY] = facts
+    return node
+
+
+def update_info(node: fx.Node, **changes: Any) -> None:
+    node.meta[_KEY] = replace(info(node), **changes)
+
+
+def has_info(node: fx.Node) -> bool:
+    return _KEY in node.meta
+
+
+def node_inputs(node: fx.Node) -> list[fx.Node]:
+    """The tensor operands of a node in order, one entry for each occurrence."""
+    found: list[fx.Node] = []
+
+    def visit(argument: Any) -> None:
+        if isinstance(argument, fx.Node):
+            found.append(argument)
+        elif isinstance(argument, list | tuple):
+            for item in argument:
+                visit(item)
+
+    visit(node.args)
+    visit(tuple(node.kwargs.values()))
+    return found
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fx graph: placeholders, ops, and an output node that returns a tuple."""
+
+    name: str
+    graph: fx.Graph
+
+    def copy(self) -> Block:
+        graph = fx.Graph()
+        mapping: dict[fx.Node, fx.Node] = {}
+        for node in self.graph.nodes:
+            mapping[node] = graph.node_copy(node, lambda n: mapping[n])
+        return Block(self.name, graph)
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """All nodes but the output, in order."""
+        return [node for node in self.graph.nodes if node.op != "output"]
+
+    @property
+    def ops(self) -> list[fx.Node]:
+        return [node for node in self.graph.nodes if node.op == "call_function"]
+
+    def placeholders(self, *roles: Role) -> list[fx.Node]:
+        return [n for n in self.graph.nodes if n.op == "placeholder" and (not roles or info(n).role in roles)]
+
+    @property
+    def output(self) -> fx.Node:
+        return next(iter(reversed(self.graph.nodes)))
+
+    @property
+    def results(self) -> tuple[fx.Node, ...]:
+        """The nodes the block returns."""
+        returned: tuple[fx.Node, ...] = self.output.args[0]  # type: ignore[assignment]
+        return returned
+
+
+@dataclass(frozen=True)
+class Call:
+    """One use of a block. `path` prefixes its parameter names ("model.layers.3", or "" for none);
+    `inputs` and `outputs` name the values that pass between calls, in the block's order."""
+
+    block: str
+    path: str
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+
+    def full_name(self, ref: str) -> str:
+        return f"{self.path}.{ref}" if self.path else ref
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Shape and dtype of a parameter, a buffer or a model input."""
+
+    shape: Shape
+    dtype: torch.dtype
+    requires_grad: bool = False
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A parameter of the user's model that is emitted in parts: concatenated on `dim` they are it again."""
+
+    parts: tuple[str, ...]
+    dim: int
+
+
+# Names of the blocks that are not layers.
+MODEL, TABLES, PROLOGUE, EPILOGUE = "model", "tables", "prologue", "epilogue"
+
+
+@dataclass(frozen=True)
+class Program:
+    """A model as calls of blocks, with what lies outside them.
+
+    name: class name of the model. tied: alias → original parameter name. fused: original name → parts.
+    sequence_range: lengths of `s` for which the trace holds. opaque: regions that could not be traced.
+    """
+
+    name: str
+    blocks: dict[str, Block]
+    calls: tuple[Call, ...]
+    parameters: dict[str, TensorInfo]
+    buffers: dict[str, TensorInfo]
+    inputs: dict[str, TensorInfo]
+    tied: dict[str, str] = field(default_factory=dict)
+    fused: dict[str, Fused] = field(default_factory=dict)
+    sequence_range: tuple[int, int] = (1, 1 << 30)
+
+    def copy_blocks(self) -> Program:
+        """The same program with blocks that a pass may change."""
+        return replace(self, blocks={name: block.copy() for name, block in self.blocks.items()})
+
+    def with_block(self, block: Block) -> Program:
+        return replace(self, blocks={**self.blocks, block.name: block})
+
+    @property
+    def layer_calls(self) -> tuple[Call, ...]:
+        return tuple(c for c in self.calls if c.block not in (MODEL, TABLES, PROLOGUE, EPILOGUE))
+
+    def count(self, block: str) -> int:
+        return sum(call.block == block for call in self.calls)
+
+    def call_of(self, block: str) -> Call:
+        """The first call of a block, which stands for all of them."""
+        return next(call for call in self.calls if call.block == block)
+
+    def each_op(self) -> Iterator[tuple[Block, fx.Node]]:
+        for block in self.blocks.values():
+            for node in block.ops:
+                yield block, node

@@ -1,0 +1,101 @@
+"""What Hugging Face models need before they are traced; transformers is imported only for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+_NAME = "autopar"
+
+
+def is_huggingface(model: nn.Module) -> bool:
+    return any(cls.__name__ == "PreTrainedModel" for cls in type(model).__mro__)
+
+
+def default_inputs(model: nn.Module, batch: int, sequence: int) -> dict[str, Any]:
+    """Example inputs of a causal language model, built from its config: ids and labels [batch, sequence]."""
+    ids = torch.zeros(batch, sequence, dtype=torch.long, device="meta")
+    return {"input_ids": ids, "labels": ids.clone(), "use_cache": False}
+
+
+@contextmanager
+def traceable(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[None]:
+    """Within: attention is one scaled_dot_product_attention with grouped K/V heads, and a plain causal mask is no tensor.
+
+    Anything but the plain causal mask (padding, sliding windows, position bias, soft caps) is left to the
+    model's own implementation, so nothing is dropped.
+    """
+    if not is_huggingface(model) or getattr(model.config, "_attn_implementation", "") not in ("sdpa", _NAME):
+        yield
+        return
+    from transformers import masking_utils
+
+    before, find_packed = model.config._attn_implementation, masking_utils.find_packed_sequence_indices
+    _register()
+    model.set_attn_implementation(_NAME)  # type: ignore[operator]
+    if "position_ids" not in inputs:
+        # Positions that the model makes itself are 0…s−1, never packed; HF cannot see that while tracing
+        # and would compare every pair of tokens.
+        masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = find_packed
+        model.set_attn_implementation(before)  # type: ignore[operator]
+
+
+def _register() -> None:
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(_NAME, _attention)
+    AttentionMaskInterface.register(_NAME, _mask)
+
+
+def _attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **other: Any,
+) -> tuple[torch.Tensor, None]:
+    """q [b, heads, s, e], k and v [b, kv heads, s, e] → [b, s, heads, e]."""
+    if any(other.get(name) is not None for name in ("position_bias", "softcap", "sliding_window")):
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        result: tuple[torch.Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, is_causal, **other
+        )
+        return result
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    output = F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=attention_mask,
+        dropout_p=dropout,
+        scale=scaling,
+        is_causal=bool(causal and attention_mask is None),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _mask(*args: Any, mask_function: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
+    """No tensor for the plain causal mask without padding; HF's own mask otherwise."""
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+    plain = mask_function is None or mask_function is causal_mask_function
+    if plain and attention_mask is None:
+        return None
+    more = {} if mask_function is None else {"mask_function": mask_function}
+    return sdpa_mask(*args, attention_mask=attention_mask, **more, **kwargs)

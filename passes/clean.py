@@ -1,0 +1,127 @@
+"""Remove what tracing added and the math does not need; recognise RMS norms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from autopar.ir.build import call, eliminate_dead, replace_node
+from autopar.ir.graph import MODEL, Program, info
+from autopar.plan import Plan
+
+aten = torch.ops.aten
+
+_CASTS = {
+    aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.to.other, aten.type_as.default, aten._to_copy.default,
+}  # fmt: skip
+_RESHAPES = {
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints,
+    aten.unflatten.int, aten.view_as.default,
+}  # fmt: skip
+_IDENTITIES = {aten.contiguous.default, aten.alias.default, aten.lift_fresh_copy.default, aten.clone.default}
+
+
+@dataclass(frozen=True)
+class Clean:
+    """Drop casts, copies, slices and dropouts that do nothing; make shape arguments canonical.
+
+    Requires: a traced program of one block. Ensures: every cast is `to.dtype(x, dtype)` and changes the
+    dtype; every view is `reshape(x, shape)` with `b` and `s` in its shape; weightless RMS norms are
+    `rms_norm`; no device, no dead code.
+
+        to = to.dtype(h, float32)          |   (bf16)
+        m = mean(pow(to, 2), [-1], True)   |   r = rms_norm(h, [64], None, 1e-06)
+        r = to.dtype(mul(to, rsqrt(add(m, 1e-06))), bfloat16)
+    """
+
+    name: ClassVar[str] = "clean"
+
+    def apply(self, program: Program, plan: Plan | None) -> Program:
+        program = program.copy_blocks()
+        graph = program.blocks[MODEL].graph
+        for node in list(graph.nodes):
+            if node.op == "call_function":
+                _canonical(node)
+        for node in list(graph.nodes):
+            if node.op == "call_function":
+                if (same := _same_value(node)) is not None:
+                    replace_node(node, same)
+        for node in list(graph.nodes):
+            if node.op == "call_function":
+                _recognise_rms_norm(node)
+        eliminate_dead(graph)
+        return program
+
+
+def _canonical(node: fx.Node) -> None:
+    facts = info(node)
+    if node.target in _CASTS:
+        node.target, node.args, node.kwargs = aten.to.dtype, (node.args[0], facts.dtype), {}
+    elif node.target in _RESHAPES:
+        node.target, node.args, node.kwargs = aten.reshape.default, (node.args[0], list(facts.shape)), {}
+    elif node.target is aten.expand.default:
+        node.args, node.kwargs = (node.args[0], list(facts.shape)), {}
+
+
+def _same_value(node: fx.Node) -> fx.Node | None:
+    """The operand that `node` equals, if it does nothing."""
+    if not node.args or not isinstance(node.args[0], fx.Node):
+        return None
+    source: fx.Node = node.args[0]
+    same_type = info(source).shape == info(node).shape and info(source).dtype == info(node).dtype
+    target, rest = node.target, node.args[1:]
+    if target in _IDENTITIES or (same_type and target in (aten.to.dtype, aten.reshape.default, aten.expand.default)):
+        return source
+    if same_type and target is aten.slice.Tensor:
+        return source
+    if target is aten.dropout.default and (rest[0] == 0.0 or rest[1] is False):
+        return source
+    neutral: dict[Any, float] = {aten.mul.Tensor: 1.0, aten.add.Tensor: 0.0, aten.div.Tensor: 1.0}
+    if same_type and target in neutral and not isinstance(rest[0], fx.Node) and rest[0] == neutral[target]:
+        return source
+    return None
+
+
+def _recognise_rms_norm(node: fx.Node) -> None:
+    """Replace x·rsqrt(mean(x²) + eps), with the author's upcast and cast back, by rms_norm(x, [d], None, eps)."""
+    match = _rms_operands(node)
+    if match is None:
+        return
+    source, eps = match
+    last = node
+    if source.target is aten.to.dtype and isinstance(source.args[0], fx.Node):
+        original = source.args[0]
+        readers = list(node.users)
+        cast_back = len(readers) == 1 and readers[0].target is aten.to.dtype
+        if not cast_back or info(readers[0]).dtype != info(original).dtype:
+            return
+        source, last = original, readers[0]
+    with node.graph.inserting_after(last):
+        facts = info(last)
+        norm = call(node.graph, aten.rms_norm.default, (source, [facts.shape[-1]], None, eps), facts)
+    replace_node(last, norm)
+
+
+def _rms_operands(node: fx.Node) -> tuple[fx.Node, float] | None:
+    """(x, eps) if node is mul(x, rsqrt(add(mean(pow(x, 2), [-1], True), eps)))."""
+    if node.target is not aten.mul.Tensor or not all(isinstance(a, fx.Node) for a in node.args):
+        return None
+    source, scale = node.args
+    assert isinstance(source, fx.Node) and isinstance(scale, fx.Node)
+    if scale.target is not aten.rsqrt.default:
+        return None
+    shifted = scale.args[0]
+    if not isinstance(shifted, fx.Node) or shifted.target is not aten.add.Tensor:
+        return None
+    mean, eps = shifted.args[:2]
+    if not isinstance(mean, fx.Node) or mean.target is not aten.mean.dim or not isinstance(eps, float | int):
+        return None
+    square, dims = mean.args[0], list(mean.args[1])  # type: ignore[arg-type]
+    last_dim = dims in ([-1], [len(info(source).shape) - 1]) and len(mean.args) > 2 and mean.args[2] is True
+    if not isinstance(square, fx.Node) or not last_dim:
+        return None
+    is_square = square.target is aten.pow.Tensor_Scalar and square.args == (source, 2)
+    return (source, float(eps)) if is_square else None
