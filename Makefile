@@ -1,0 +1,36 @@
+# Every target works on a fresh clone: it needs Python (3.11 or newer) and make, and installs the rest into .venv once.
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check test-all format
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | column -t -s '|'
+
+demo: $(READY) ## plan, emit and train a GPT on 4 processes, and compare with one process
+	$(BIN)/python examples/gpt.py
+
+test: $(READY) ## the tests
+	$(PYTEST) -m "not slow"
+
+check: $(READY) ## ruff, mypy --strict, import-linter
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test-all: $(READY) ## the tests and the long walks
+	$(PYTEST)
+
+format: $(READY) ## rewrite the sources as ruff wants them
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[hf,dev]"
+	touch $(READY)

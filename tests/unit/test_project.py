@@ -1,0 +1,87 @@
+"""Promises about the sources themselves: sizes, and who may import what."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RUNTIME = ROOT / "autopar" / "runtime"
+
+
+def _sources(*folders: str) -> list[Path]:
+    """Python files below, each once: autopar/passes and autopar/cost_models are links to the root's folders."""
+    found = {path.resolve() for folder in folders for path in (ROOT / folder).rglob("*.py")}
+    return sorted(path for path in found if ROOT / "tests" / "golden" not in path.parents)
+
+
+def _lines(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def _imports(path: Path) -> Iterator[tuple[int, str]]:
+    """(level, module) of every import in the file; `from torch import fx` gives torch and torch.fx."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((0, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            yield node.level, module
+            yield from ((node.level, f"{module}.{alias.name}".lstrip(".")) for alias in node.names)
+
+
+@pytest.mark.parametrize(
+    ("folder", "cap"),
+    [("autopar", 300), ("passes", 300), ("examples", 300), ("cost_models", 400), ("tests", 400)],
+)
+def test_files_stay_short(folder: str, cap: int) -> None:
+    inside = [path for path in _sources(folder) if ROOT / folder in path.parents]
+    long = {_name(path): _lines(path) for path in inside if _lines(path) > cap}
+    assert not long, f"over {cap} lines: split by idea"
+
+
+def test_the_runtime_stays_small() -> None:
+    total = sum(_lines(path) for path in _sources("autopar/runtime"))
+    assert total < 1500, f"autopar/runtime has {total} lines"
+
+
+@pytest.mark.parametrize("path", _sources("autopar/runtime"), ids=_name)
+def test_the_runtime_needs_only_torch(path: Path) -> None:
+    """It is copied into saved programs: only torch (without fx), the standard library, and itself by `.`."""
+    depth = len(path.relative_to(RUNTIME).parts)
+    allowed = sys.stdlib_module_names | {"torch"}
+    for level, module in _imports(path):
+        assert level <= depth, f"{'.' * level}{module} reaches out of the runtime"
+        assert level or module.split(".")[0] in allowed, module
+        assert not f"{module}.".startswith("torch.fx."), "the runtime builds no graph"
+
+
+def test_importing_the_runtime_loads_no_compiler_module() -> None:
+    code = """
+import importlib, pkgutil, sys
+import autopar.runtime
+for module in pkgutil.walk_packages(autopar.runtime.__path__, "autopar.runtime."):
+    importlib.import_module(module.name)
+print(*(name for name in sys.modules if name.startswith("autopar.")))
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+    assert not [name for name in run.stdout.split() if not f"{name}.".startswith("autopar.runtime.")]
+
+
+def test_no_module_exists_twice() -> None:
+    """`import passes` would load a second copy of autopar.passes, with classes that are not its classes."""
+    for path in _sources("autopar", "passes", "cost_models", "tests", "examples"):
+        bare = {
+            m for level, m in _imports(path) if level == 0 and m.split(".")[0] in ("passes", "cost_models")
+        }
+        assert not bare, f"{_name(path)} imports {bare}: write autopar.passes, autopar.cost_models"
