@@ -15,7 +15,7 @@ RUNTIME = ROOT / "autopar" / "runtime"
 
 
 def _sources(*folders: str) -> list[Path]:
-    """Python files below, each once: autopar/passes and autopar/cost_models are links to the root's folders."""
+    """Python files below, each once: autopar/passes and autopar/cost_models are links to the root."""
     found = {path.resolve() for folder in folders for path in (ROOT / folder).rglob("*.py")}
     return sorted(path for path in found if ROOT / "tests" / "golden" not in path.parents)
 
