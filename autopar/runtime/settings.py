@@ -12,6 +12,8 @@ class Settings:
 
     predicted_step_s: the cost model's step time, seconds. flops_per_step: model FLOPs of a step over all
     ranks (forward and backward, no recompute), for MFU. peak_flops: of one device in this precision, FLOP/s.
+    vocabulary: tokens the model knows, where it has any. labels: what the default data give the model, the
+    "next" token of each input or the "same" ones, where the model shifts them (as Hugging Face models do).
     """
 
     pp: int
@@ -30,6 +32,8 @@ class Settings:
     predicted_step_s: float | None = None
     flops_per_step: float | None = None
     peak_flops: float | None = None
+    vocabulary: int | None = None
+    labels: str = "next"
 
     @property
     def world_size(self) -> int:

@@ -1,0 +1,149 @@
+"""ZeRO 0–3. One engine, `fully_shard`; ZeRO-0 in fp32 and fp64 leaves parameters plain and all-reduces.
+
+| stage | gathers a step | gradient reductions a step | resident between micro-batches               |
+|-------|----------------|----------------------------|----------------------------------------------|
+| 0     | 0              | 1 all-reduce               | parameters and gradients whole               |
+| 1     | 1              | 1 reduce-scatter           | compute copy and gradients whole             |
+| 2     | 1              | m reduce-scatters          | compute copy whole, gradients sharded        |
+| 3     | 2m             | m reduce-scatters          | both sharded                                 |
+
+of each unit (a layer, or the rest of the stage), with m micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+
+from .mesh import Mesh
+from .parameters import Value, materialise
+
+BUCKET_ELEMENTS = 8 * 2**20
+
+
+class DataParallel(Protocol):
+    """How the replicas of a stage keep their gradients together."""
+
+    def before_backward(self, last: bool) -> None:
+        """Called before the backward of each micro-batch; `last` of the step's."""
+
+    def after_backward(self) -> None:
+        """Called once a step, after the last backward: then every gradient is the global one, or its shard."""
+
+
+def distribute(
+    model: nn.Module, layers: Sequence[str], value: Value, mesh: Mesh
+) -> DataParallel:
+    """Give a model on the meta device its values and lay its parameters out over the data axis.
+
+    `layers`: paths of the ModuleDicts whose members are units. One unit at a time is whole in memory.
+    """
+    settings = mesh.settings
+    plain = settings.precision != "bf16" and (settings.zero == 0 or mesh.size("data") == 1)
+    for name, unit in _units(model, layers):
+        materialise(unit, name, value)
+        if not plain:
+            _shard(unit, mesh)
+    return Replicated(model, mesh) if plain else Sharded(model, mesh)
+
+
+def _units(model: nn.Module, layers: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
+    """Each layer with its path, then the model for what is left."""
+    for path in layers:
+        for index, layer in model.get_submodule(path).named_children():
+            yield f"{path}.{index}.", layer
+    yield "", model
+
+
+class Replicated:
+    """Plain parameters, whole on each replica: gradients are all-reduced in buckets once a step."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+        self._model, self._mesh = model, mesh
+
+    def before_backward(self, last: bool) -> None:
+        pass
+
+    def after_backward(self) -> None:
+        parameters = [p for p in self._model.parameters() if p.grad is not None]
+        self._sum_partial(parameters)
+        if self._mesh.size("data") > 1:
+            all_reduce_buckets([local_part(p.grad) for p in parameters], self._mesh.group("data"))
+
+    def _sum_partial(self, parameters: Sequence[nn.Parameter]) -> None:
+        """The gradients of replicated parameters used in sharded work, once a step rather than at each use."""
+        partial = [p for p in parameters if isinstance(p.grad, DTensor) and p.grad.placements[0].is_partial()]
+        if not partial:
+            return
+        all_reduce_buckets([local_part(p.grad) for p in partial], self._mesh.group("tp"))
+        for p in partial:
+            p.grad = DTensor.from_local(local_part(p.grad), self._mesh.axes["tp"], [Replicate()], run_check=False)
+
+
+class Sharded:
+    """fully_shard with the knobs of each ZeRO stage."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+        assert isinstance(model, FSDPModule)
+        self._model, self._settings = model, mesh.settings
+
+    def before_backward(self, last: bool) -> None:
+        zero = self._settings.zero
+        self._model.set_requires_gradient_sync(last or zero >= 2)
+        self._model.set_reshard_after_backward(last or zero == 3)
+        # In a pipeline other micro-batches are between forward and backward: their prefetch order must stay.
+        self._model.set_is_last_backward(last or self._settings.pp == 1)
+
+    def after_backward(self) -> None:
+        pass
+
+
+def _shard(unit: nn.Module, mesh: Mesh) -> None:
+    bf16 = mesh.settings.precision == "bf16"
+    # fully_shard would cast RoPE tables given to a layer: the emitted program does its own casts.
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if bf16 else None,
+        reduce_dtype=torch.float32 if bf16 else None,
+        cast_forward_inputs=False,
+    )
+    fully_shard(unit, mesh=mesh.fully_shard_mesh, reshard_after_forward=mesh.settings.zero == 3, mp_policy=policy)
+    # Losses are shares of the global mean, so gradients are summed. Sum first: gloo has no scaled reduction.
+    # These two are not recursive, hence set on every unit.
+    assert isinstance(unit, FSDPModule)
+    unit.set_force_sum_reduction_for_comms(True)
+    unit.set_gradient_divide_factor(1.0)
+
+
+def local_part(x: Tensor | None) -> Tensor:
+    """This rank's part of a gradient or state, sharing its memory."""
+    assert x is not None
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def all_reduce_buckets(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Sum tensors in place over a group: small ones together, large ones as they are."""
+    for bucket in _buckets(tensors):
+        if len(bucket) == 1 and bucket[0].is_contiguous():
+            dist.all_reduce(bucket[0], group=group)
+            continue
+        flat = torch.cat([t.flatten() for t in bucket])
+        dist.all_reduce(flat, group=group)
+        for t, total in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+            t.copy_(total.view_as(t))
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    bucket: list[Tensor] = []
+    for t in tensors:
+        if bucket and (t.dtype != bucket[0].dtype or sum(b.numel() for b in bucket) + t.numel() > BUCKET_ELEMENTS):
+            yield bucket
+            bucket = []
+        bucket.append(t)
+    if bucket:
+        yield bucket

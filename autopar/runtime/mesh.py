@@ -1,0 +1,124 @@
+"""The device mesh: which rank is which stage, replica and shard. The current mesh is the runtime's only module state."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .settings import Settings
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The ranks of this program by axis: "pp", "dp", "cp", "tp", and "data" = dp × cp.
+
+    `root` has the dims (pp, replicate, shard, tp): parameters are sharded over `shard` and copied over
+    `replicate`; the data axis is whichever of the two is larger than one.
+    """
+
+    settings: Settings
+    device: torch.device
+    root: DeviceMesh
+    axes: Mapping[str, DeviceMesh]
+
+    def size(self, axis: str) -> int:
+        return self.axes[axis].size()
+
+    def rank(self, axis: str) -> int:
+        return self.axes[axis].get_local_rank()
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        return self.axes[axis].get_group()
+
+    @property
+    def fully_shard_mesh(self) -> DeviceMesh:
+        """What `fully_shard` takes: 1-D (shard), or 2-D (replicate, shard)."""
+        return self.root["replicate", "shard"] if self.root["replicate"].size() > 1 else self.root["shard"]
+
+
+_current: Mesh | None = None
+
+
+def current() -> Mesh:
+    """The mesh of this process."""
+    assert _current is not None, "init_mesh(settings) comes first"
+    return _current
+
+
+def init_mesh(settings: Settings, device: torch.device | str | None = None) -> Mesh:
+    """Join the process group, where this has not been done, and lay the ranks out by axis.
+
+    Raises ValueError where the number of processes is not the plan's.
+    """
+    global _current
+    _check_world_size(settings)
+    device = _device(device)
+    if not dist.is_initialized():
+        _init_process_group(device)
+    if _current is not None and _layout(_current.settings) == _layout(settings) and _current.device == device:
+        _current = replace(_current, settings=settings)
+    else:
+        _current = _build(settings, device)
+    return _current
+
+
+def destroy_mesh() -> None:
+    """Leave the process group."""
+    global _current
+    _current = None
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _layout(settings: Settings) -> tuple[int, ...]:
+    data = settings.dp * settings.cp
+    # In bf16 the sharded parameters are the fp32 masters even where nothing is sharded, so ZeRO-0 is
+    # fully_shard over (replicate=data, shard=1). FIELD_NOTES: in fp32 that would hold a second copy.
+    replicas = data if settings.zero == 0 and settings.precision == "bf16" else 1
+    return settings.pp, replicas, data // replicas, settings.tp, settings.dp, settings.cp
+
+
+def _build(settings: Settings, device: torch.device) -> Mesh:
+    pp, replicate, shard, tp, dp, cp = _layout(settings)
+    root = init_device_mesh(device.type, (pp, replicate, shard, tp), mesh_dim_names=("pp", "replicate", "shard", "tp"))
+    data = root["replicate"] if replicate > 1 else root["shard"]
+    axes = {"pp": root["pp"], "data": data, "dp": data, "tp": root["tp"], "cp": root["replicate"]}
+    if cp > 1:
+        split = init_device_mesh(device.type, (pp, dp, cp, tp), mesh_dim_names=("pp", "dp", "cp", "tp"))
+        axes |= {"dp": split["dp"], "cp": split["cp"]}
+    elif replicate > 1:
+        axes["cp"] = root["shard"]
+    return Mesh(settings, device, root, axes)
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is None and torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    device = torch.device(device or "cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def _init_process_group(device: torch.device) -> None:
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:  # plain `python train.py` on one device
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _check_world_size(settings: Settings) -> None:
+    launched = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+    if launched != settings.world_size:
+        raise ValueError(
+            f"this program was planned for {settings.world_size} processes (pp={settings.pp} × dp={settings.dp} × "
+            f"cp={settings.cp} × tp={settings.tp}) and was launched with {launched}: "
+            f"run `torchrun --nproc-per-node {settings.world_size} train.py` "
+            "(nodes × processes per node on several nodes), or plan for another number of GPUs"
+        )

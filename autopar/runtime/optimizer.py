@@ -1,0 +1,99 @@
+"""The optimizer, the exact global gradient norm, and tied parameters that live on two stages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from .data_parallel import all_reduce_buckets, local_part
+from .mesh import Mesh
+
+Groups = Sequence[tuple[Sequence[str], Mapping[str, Any]]]  # (parameter names, options over the defaults)
+
+
+def make_optimizer(
+    parameters: Mapping[str, nn.Parameter], name: str, options: Mapping[str, Any], groups: Groups = ()
+) -> torch.optim.Optimizer:
+    """A torch optimizer by class name. Parameters named in no group take `options`, over torch's defaults.
+
+    Every rank gets every group, also where its stage has none of its parameters: the groups' order is the same.
+    """
+    named = {n for names, _ in groups for n in names}
+    layout = [*groups, ([n for n in parameters if n not in named], {})]
+    param_groups = [
+        {"params": [(n, parameters[n]) for n in names if n in parameters], **overrides} for names, overrides in layout
+    ]
+    optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(param_groups, **options)
+    return optimizer
+
+
+def square_sum(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Tensor:
+    """This rank's summand of the squared global gradient norm, 0-dim fp64.
+
+    A part that r ranks of the stage hold counts 1/r on each, so that the plain sum over all ranks is exact.
+    """
+    ranks = mesh.size("data") * mesh.size("tp")
+    by_copies: dict[float, list[Tensor]] = {}
+    for p in parameters:
+        if p.grad is not None:
+            by_copies.setdefault(ranks / _shards(p.grad), []).append(local_part(p.grad))
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    for copies, grads in by_copies.items():
+        total += torch.nn.utils.get_total_norm(grads).double().square() / copies
+    return total
+
+
+def _shards(x: Tensor) -> int:
+    """Into how many different parts a tensor is cut."""
+    if not isinstance(x, DTensor):
+        return 1
+    return math.prod(x.device_mesh.size(i) for i, p in enumerate(x.placements) if not p.is_replicate())
+
+
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
+    for p in parameters:
+        if p.grad is not None:
+            local_part(p.grad).mul_(factor)
+
+
+class Tied:
+    """Parameters that are one in the original model and live on two stages, as an embedding and its head.
+
+    The copies start equal, and stay so: both get the sum of both gradients.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[str, str]], parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> None:
+        self._copies: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
+        self.aliases: set[str] = set()  # copies on this stage that another stage owns
+        if not pairs or mesh.size("pp") == 1:
+            return
+        held: list[list[str]] = [[] for _ in range(mesh.size("pp"))]
+        dist.all_gather_object(held, list(parameters), group=mesh.group("pp"))
+        for alias, original in pairs:
+            stages = [i for i, names in enumerate(held) if alias in names or original in names]
+            if len(stages) < 2:
+                continue
+            group = _group_of_stages(stages, mesh)
+            if original in parameters or alias in parameters:
+                self._copies.append((parameters[original if original in parameters else alias], group))
+            if original not in parameters and alias in parameters:
+                self.aliases.add(alias)
+
+    def sum_gradients(self) -> None:
+        for p, group in self._copies:
+            all_reduce_buckets([local_part(p.grad)], group)
+
+
+def _group_of_stages(stages: Sequence[int], mesh: Mesh) -> dist.ProcessGroup:
+    """The ranks of `stages` with this rank's replica and shard. Called by every rank, in the same order."""
+    if len(stages) == mesh.size("pp"):
+        return mesh.group("pp")
+    columns = mesh.root.mesh[list(stages)].flatten(1).T.tolist()
+    group, _ = dist.new_subgroups_by_enumeration(columns)
+    return group

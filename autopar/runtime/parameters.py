@@ -1,0 +1,117 @@
+"""Declaring parameters by their original names and global shapes, and giving them values.
+
+Parameters are declared on the meta device: as DTensors over the tp axis where it has more than one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from .mesh import current
+
+Value = Callable[[str, torch.Size], Tensor]  # name, global shape → the whole tensor, on the CPU
+STORAGE_DTYPE = {"bf16": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def chunk_range(size: int, parts: int, index: int) -> tuple[int, int]:
+    """Start and stop of one shard of a dim: DTensor's rule, ceil(size / parts) each, the last ones short."""
+    chunk = -(-size // parts)
+    return min(index * chunk, size), min((index + 1) * chunk, size)
+
+
+def parameter(
+    module: nn.Module, name: str, shape: tuple[int, ...], shard: int | None = None, dtype: torch.dtype | None = None
+) -> None:
+    """Declare a parameter of global `shape`, sharded over tp on dim `shard` or replicated.
+
+    Dots in `name` make plain containers. In bf16 programs the stored parameter is the fp32 master.
+    """
+    mesh = current()
+    value = torch.empty(shape, dtype=dtype or STORAGE_DTYPE[mesh.settings.precision], device="meta")
+    if mesh.size("tp") > 1:
+        value = _distribute(value, Replicate() if shard is None else Shard(shard))
+    owner, leaf = _owner(module, name)
+    owner.register_parameter(leaf, nn.Parameter(value))
+
+
+def buffer(module: nn.Module, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Declare a non-persistent buffer, whole on every rank and in its own dtype whatever the precision."""
+    owner, leaf = _owner(module, name)
+    owner.register_buffer(leaf, torch.empty(shape, dtype=dtype, device="meta"), persistent=False)
+
+
+def tie(module: nn.Module, alias: str, original: str, shape: tuple[int, ...], shard: int | None = None) -> None:
+    """Make `alias` the same parameter as `original` where this stage has it, else a copy that is kept equal."""
+    tied = dict(module.named_parameters(remove_duplicate=False)).get(original)
+    if tied is None:
+        parameter(module, alias, shape, shard)
+    else:
+        owner, leaf = _owner(module, alias)
+        owner.register_parameter(leaf, tied)
+
+
+def local(p: Tensor) -> Tensor:
+    """This rank's part of a parameter; its gradient lies as the parameter does."""
+    return p.to_local() if isinstance(p, DTensor) else p
+
+
+def summed(p: Tensor) -> Tensor:
+    """This rank's part of a replicated parameter used in sharded work: its gradient is summed over tp."""
+    return p.to_local(grad_placements=[Partial()]) if isinstance(p, DTensor) else p
+
+
+def materialise(module: nn.Module, prefix: str, value: Value) -> None:
+    """Replace what is still on the meta device in `module` by values, tensors shared under two names once.
+
+    `value(name, shape)` is the whole tensor of a name; `prefix` is the path of `module` in the model, with its dot.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for path, owner in module.named_modules(prefix=prefix.rstrip(".")):
+        dot = f"{path}." if path else ""
+        for leaf, p in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
+            if p.device.type == "meta":
+                if id(p) not in made:
+                    made[id(p)] = nn.Parameter(_filled(p, value(dot + leaf, p.shape)), requires_grad=p.requires_grad)
+                owner.register_parameter(leaf, made[id(p)])
+        for leaf, b in list(owner.named_buffers(recurse=False)):
+            if b.device.type == "meta":
+                filled = value(dot + leaf, b.shape).to(device=current().device, dtype=b.dtype, copy=True)
+                owner.register_buffer(leaf, filled, persistent=False)
+
+
+def _filled(p: Tensor, value: Tensor) -> Tensor:
+    """The whole `value` laid out as the meta parameter `p`."""
+    if tuple(value.shape) != tuple(p.shape):
+        raise ValueError(f"a parameter of shape {tuple(p.shape)} was given values of shape {tuple(value.shape)}")
+    if isinstance(p, DTensor):
+        return _distribute(value, p.placements[0], p.dtype)
+    return value.detach().to(device=current().device, dtype=p.dtype, copy=True)
+
+
+def _distribute(value: Tensor, placement: Placement, dtype: torch.dtype | None = None) -> DTensor:
+    """A DTensor over tp, each rank taking its part of a whole tensor that it already has: no communication."""
+    mesh = current()
+    part = value.detach()
+    if isinstance(placement, Shard):
+        start, stop = chunk_range(value.shape[placement.dim], mesh.size("tp"), mesh.rank("tp"))
+        part = part.narrow(placement.dim, start, stop - start)
+    device = part.device if part.is_meta else mesh.device
+    part = part.to(device=device, dtype=dtype, memory_format=torch.contiguous_format, copy=True)
+    stride = torch.empty(value.shape, device="meta").stride()
+    return DTensor.from_local(part, mesh.axes["tp"], [placement], run_check=False, shape=value.shape, stride=stride)
+
+
+def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The container of a dotted name, made where it is missing, and the last part of the name."""
+    *path, leaf = name.split(".")
+    for part in path:
+        child = getattr(module, part, None)
+        if child is None:
+            child = nn.Module()
+            module.add_module(part, child)
+        module = child
+    return module, leaf

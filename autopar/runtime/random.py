@@ -1,0 +1,61 @@
+"""Dropout whose masks agree where a tensor is replicated, differ where it is sharded, and replay under recompute.
+
+Each use draws a seed from the default CPU generator, which `torch.utils.checkpoint` restores before it runs a
+forward again. That generator is seeded alike on the ranks of cp and tp, differently over pp and dp.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .mesh import Mesh, current
+
+
+def seed_generators(seed: int, mesh: Mesh) -> None:
+    """Seed the default generators for this rank's stage and replica."""
+    replica = mesh.rank("pp") * mesh.size("dp") + mesh.rank("dp")
+    # Far apart, so that seeds next to each other do not share streams.
+    torch.manual_seed((seed * 0x9E3779B97F4A7C15 + replica * 0x632BE59BD9B4E019) % 2**63)
+
+
+def dropout(x: Tensor, p: float, training: bool, shards: tuple[str, ...] = ()) -> Tensor:
+    """F.dropout; `shards` names the axes on which `x` is sharded, where masks must differ."""
+    if p == 0 or not training:
+        return x
+    if p == 1:
+        return x * 0
+    generator = torch.Generator(x.device).manual_seed(_draw_seed(shards))
+    keep = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1 - p, generator=generator)
+    return x * keep * (1 / (1 - p))
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    training: bool = True,
+    shards: tuple[str, ...] = (),
+) -> Tensor:
+    """F.scaled_dot_product_attention on [batch, heads, sequence, head] tensors, its dropout seeded as `dropout`'s."""
+    options = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    if dropout_p == 0 or not training:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask, 0.0, **options)
+    seed = _draw_seed(shards)
+    devices = [q.device] if q.device.type != "cpu" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, **options)
+
+
+def _draw_seed(shards: tuple[str, ...]) -> int:
+    mesh, index = current(), 0
+    for axis in shards:
+        index = index * mesh.size(axis) + mesh.rank(axis)
+    return (int(torch.randint(2**62, ()).item()) + index * 0x2545F4914F6CDD1D) % 2**63

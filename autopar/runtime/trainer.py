@@ -1,0 +1,127 @@
+"""One training step of an emitted program, on this rank."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from . import checkpoint
+from .data_parallel import distribute
+from .mesh import init_mesh
+from .optimizer import Tied, make_optimizer, scale_gradients, square_sum
+from .pipeline import Batch, make_run
+from .random import seed_generators
+from .settings import Settings
+from .weights import Names, read_weights
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """loss: mean over the targets of the whole global batch. grad_norm: of the whole model, before clipping."""
+
+    loss: float
+    grad_norm: float
+
+
+class Trainer:
+    """The model of this rank's stage with its data parallelism, optimizer and schedule.
+
+    program: the emitted model.py as a module. weights: tensors by original name, a folder with weights.pt
+    (or init.json beside the program), or a folder of `save`, which is resumed. lr: over the plan's.
+    """
+
+    def __init__(
+        self,
+        program: ModuleType,
+        weights: Path | Mapping[str, Tensor] | None = None,
+        *,
+        seed: int = 0,
+        lr: float | None = None,
+        clip: float | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        settings: Settings = program.SETTINGS
+        folder = Path(program.__file__ or ".").parent
+        weights = folder if weights is None else weights
+        resume = isinstance(weights, Path) and checkpoint.is_checkpoint(weights)
+
+        self.mesh = init_mesh(settings, device)
+        seed_generators(seed, self.mesh)
+        self.settings, self.clip, self.steps = settings, clip, 0
+        self.names = Names(dict(program.TIED), getattr(program, "PARTS", {}))
+        self.model: nn.Module = program.Model(self.mesh.rank("pp")).train()
+        values = read_weights(folder if resume else weights, folder, seed)
+        self.data_parallel = distribute(self.model, program.LAYERS, self.names.value(values), self.mesh)
+        self.parameters = dict(self.model.named_parameters())
+        self.tied = Tied(program.TIED, self.parameters, self.mesh)
+        options = settings.optimizer_kwargs | ({} if lr is None else {"lr": lr})
+        groups = getattr(program, "PARAMETER_GROUPS", ())
+        self.optimizer = make_optimizer(self.parameters, settings.optimizer, options, groups)
+        self._run = make_run(self.model, self.data_parallel, self.mesh)
+        self._count_targets = program.count_targets
+        if resume:
+            self.load(weights)
+
+    def step(self, batch: Batch) -> StepResult:
+        """Train on this replica's samples of one global batch: [global_batch / dp, ...] a tensor."""
+        self.optimizer.zero_grad()
+        self.model._count = self._count(batch)
+        loss = self._run(batch)
+        self.data_parallel.after_backward()
+        self.tied.sum_gradients()
+        result = self._totals(loss)
+        self._clip(result.grad_norm)
+        self.optimizer.step()
+        self.steps += 1
+        return result
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The whole gradients of this stage's parameters after a step, clipped if asked, by original name.
+
+        Every rank of the stage calls. Tensors come from this rank's own copy: compare them on every rank.
+        """
+        return self._whole({name: p.grad for name, p in self.parameters.items() if p.grad is not None})
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The whole parameters of this stage by original name; every rank of the stage calls."""
+        return self._whole(self.parameters)
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint that any plan can resume; every rank calls."""
+        checkpoint.save(folder, self.parameters, self.optimizer, self.names, self.steps)
+
+    def load(self, folder: Path) -> None:
+        """Resume parameters, optimizer state and step count; every rank calls."""
+        self.steps = checkpoint.load(folder, self.parameters, self.optimizer, self.names)
+
+    def _whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return self.names.join({self.names.original(name): checkpoint.full(t) for name, t in tensors.items()})
+
+    def _count(self, batch: Batch) -> Tensor:
+        """Loss terms of the whole global batch."""
+        wanted = inspect.signature(self._count_targets).parameters
+        count: Tensor = self._count_targets(**{name: batch[name] for name in wanted})
+        if self.mesh.size("data") > 1:
+            dist.all_reduce(count := count.clone(), group=self.mesh.group("dp"))
+        return count
+
+    def _totals(self, loss: Tensor) -> StepResult:
+        """Loss and gradient norm, the same on every rank, by one all-reduce."""
+        owned = (p for name, p in self.parameters.items() if name not in self.tied.aliases)
+        totals = torch.stack([loss.double() / self.mesh.size("tp"), square_sum(owned, self.mesh)])
+        if self.settings.world_size > 1:
+            dist.all_reduce(totals)
+        return StepResult(float(totals[0]), float(totals[1].sqrt()))
+
+    def _clip(self, grad_norm: float) -> None:
+        """As torch.nn.utils.clip_grad_norm_: every rank scales by the same factor."""
+        if self.clip is not None and grad_norm + 1e-6 > self.clip:
+            scale_gradients(self.parameters.values(), self.clip / (grad_norm + 1e-6))

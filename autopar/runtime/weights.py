@@ -1,0 +1,100 @@
+"""Where values come from: weights files, recorded initialisation, and the names of the original model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .parameters import Value
+
+RANDOM_OPS = {"normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_", "random_"}
+Part = tuple[str, int, int, int]  # (original name, dim, start, length)
+
+
+@dataclass(frozen=True)
+class Names:
+    """Between the program's parameters and those of the original model, both ways.
+
+    tied: alias → original. parts: a parameter that is a slice of one of the original model, as the q of a
+    fused qkv.
+    """
+
+    tied: Mapping[str, str] = field(default_factory=dict)
+    parts: Mapping[str, Part] = field(default_factory=dict)
+
+    def original(self, name: str) -> str:
+        """The name under which a tied parameter is kept."""
+        return self.tied.get(name, name)
+
+    def value(self, values: Value) -> Value:
+        """Values by the program's names, from values by the original model's."""
+
+        def read(name: str, shape: torch.Size) -> Tensor:
+            name = self.original(name)
+            if name not in self.parts:
+                return values(name, shape)
+            fused, dim, start, length = self.parts[name]
+            whole = list(shape)
+            whole[dim] = max(s + n for f, _, s, n in self.parts.values() if f == fused)
+            return values(fused, torch.Size(whole)).narrow(dim, start, length)
+
+        return read
+
+    def join(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors by the original model's names, from those by the program's."""
+        joined = {name: t for name, t in tensors.items() if name not in self.parts}
+        for fused, names in self.fused(tensors).items():
+            joined[fused] = torch.cat([tensors[name] for name in names], self.parts[names[0]][1])
+        return joined
+
+    def fused(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """Each fused parameter of the original model that `names` make up, with its parts in order."""
+        found: dict[str, list[str]] = {}
+        for name in sorted((n for n in names if n in self.parts), key=lambda n: self.parts[n][2]):
+            found.setdefault(self.parts[name][0], []).append(name)
+        return found
+
+
+def read_weights(weights: Path | Mapping[str, Tensor], program: Path, seed: int) -> Value:
+    """Values by the original names: given tensors or a folder with weights.pt, then the program's own folder.
+
+    The program's folder may hold weights.pt (buffers at least), and init.json for what has no weights.
+    """
+    own = _read_tensors(program)
+    tensors = {**own, **(weights if isinstance(weights, Mapping) else _read_tensors(weights))}
+    recipes = json.loads((program / "init.json").read_text()) if (program / "init.json").exists() else {}
+
+    def value(name: str, shape: torch.Size) -> Tensor:
+        if name in tensors:
+            return tensors[name]
+        if name in recipes and weights == program:
+            return draw(recipes[name], shape, seed, name)
+        where = "the given tensors" if isinstance(weights, Mapping) else f"{weights}/weights.pt"
+        raise ValueError(f"no values for {name!r} in {where}: give --init a folder that has them")
+
+    return value
+
+
+def draw(recipe: Iterable[list[object]], shape: torch.Size, seed: int, name: str) -> Tensor:
+    """A whole tensor by recorded in-place ops. The seed is the name's own: the same values under every plan."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    tensor = torch.empty(shape, dtype=torch.float32)
+    for op, *args in recipe:
+        options = {"generator": generator} if op in RANDOM_OPS else {}
+        getattr(tensor, str(op))(*args, **options)
+    return tensor
+
+
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    path = folder / "weights.pt"
+    if not path.exists():
+        return {}
+    tensors: dict[str, Tensor] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    return tensors
