@@ -1,0 +1,253 @@
+"""The search over plans: exact, best first, pruned by lower bounds.
+
+For each choice (mesh, micro-batch, schedule, ZeRO) and each tp solution: stages by dynamic programming, where a stage
+costs its time with the cheapest recompute that fits; then the simulated step. Choices are taken in the order of a lower
+bound of their step, and left out once it says that they cannot win.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+from autopar.cost_models.compute import ModelPrice, price_model, stage_shape
+from autopar.cost_models.hardware import Cluster, Hardware
+from autopar.cost_models.layer_costs import ModelCosts
+from autopar.cost_models.memory import MemoryTerm, total_bytes
+from autopar.cost_models.step_time import Estimate, estimate_price, stage_ledger
+from autopar.errors import InfeasibleError
+from autopar.plan import Optimizer, Plan, Solution
+
+from .space import Choice, Pins, Recompute, Request, enumerate_space
+from .stages import StageCosts, pinned_recompute, setting_for, split
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan with its prediction. The plan's solution has the name only; `model` says which costs it stands for."""
+
+    plan: Plan
+    model: ModelCosts
+    estimate: Estimate
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The best plan of each mesh, best first, and what the search went through.
+
+    searched = choices × solutions; do_not_fit of them exceed the budget, pruned were left out by their bound.
+    """
+
+    best: tuple[Candidate, ...]
+    request: Request
+    cluster: Cluster
+    searched: int
+    do_not_fit: int
+    pruned: int
+    not_legal: tuple[str, ...]
+    notes: tuple[str, ...]
+    elapsed_s: float
+
+    @property
+    def chosen(self) -> Candidate:
+        return self.best[0]
+
+
+@dataclass(frozen=True)
+class _Case:
+    bound_s: float
+    choice: Choice
+    price: ModelPrice
+
+
+def search(
+    models: Mapping[int, Sequence[ModelCosts]],
+    cluster: Cluster,
+    *,
+    global_batch: int,
+    sequence: int,
+    budget_bytes: float | None = None,
+    precision: str = "bf16",
+    optimizer: Optimizer = Optimizer(),
+    pins: Pins = Pins(),
+    illegal_tp: Mapping[int, str] | None = None,
+    keep: int = 5,
+) -> SearchResult:
+    """The fastest plans under the budget (default: the GPU's usable memory), at most one a mesh, `keep` in all.
+
+    models: tp → costs of each solution. PlanError for a request that is no plan, InfeasibleError if none fits.
+    """
+    started = time.perf_counter()
+    hardware = cluster.hardware
+    budget = hardware.memory_bytes if budget_bytes is None else budget_bytes
+    request = Request(global_batch, sequence, budget, precision, optimizer, pins)
+    layers = len(next(iter(models.values()))[0].layers)
+    space = enumerate_space(request, cluster, layers, models.keys(), illegal_tp or {})
+    cases = _cases(space.choices, models, request, hardware)
+    ranking = _Ranking(keep, cluster.gpus)
+    do_not_fit = done = 0
+    for case in cases:
+        if case.bound_s >= ranking.limit_s(case.choice):
+            continue
+        done += 1
+        candidate, fits = _solve(case, request, hardware, ranking.limit_s(case.choice))
+        do_not_fit += not fits
+        if candidate is not None:
+            ranking.add(candidate)
+    if not ranking.best:
+        raise InfeasibleError(_infeasible(cases, request, hardware))
+    best = ranking.ranked()
+    return SearchResult(
+        best=best,
+        request=request,
+        cluster=cluster,
+        searched=len(cases),
+        do_not_fit=do_not_fit,
+        pruned=len(cases) - done,
+        not_legal=space.not_legal,
+        notes=_notes(best, cluster),
+        elapsed_s=time.perf_counter() - started,
+    )
+
+
+def _cases(
+    choices: Sequence[Choice], models: Mapping[int, Sequence[ModelCosts]], request: Request, hardware: Hardware
+) -> list[_Case]:
+    """Every choice with every solution, by ascending lower bound; among equals the earlier choice first."""
+    sizes: dict[int, set[int]] = {}
+    for choice in choices:
+        sizes.setdefault(choice.mesh.tp, set()).add(choice.micro_batch)
+    prices = {
+        tp: [
+            {
+                price.micro_batch: price
+                for price in price_model(model, sorted(sizes[tp]), request.sequence, hardware, request.precision)
+            }
+            for model in models[tp]
+        ]
+        for tp in sizes
+    }
+    cases = [
+        _Case(_bound_s(choice, solution[choice.micro_batch].work_s), choice, solution[choice.micro_batch])
+        for choice in choices
+        for solution in prices[choice.mesh.tp]
+    ]
+    return sorted(cases, key=lambda case: case.bound_s)
+
+
+def _bound_s(choice: Choice, work_s: float) -> float:
+    """No step is shorter.
+
+    Stage k can start after one forward through the stages before it, and its last backward is followed by one through
+    them: T ≥ m·w_k + Σ_{i<k} w_i. Spread so that all pp of these are equal, the w_k add up to T·(1 − (1 − 1/m)^pp).
+    """
+    return work_s / (1 - (1 - 1 / choice.micro_batches) ** choice.mesh.pp)
+
+
+def _solve(case: _Case, request: Request, hardware: Hardware, limit_s: float) -> tuple[Candidate | None, bool]:
+    """(the best plan of this case if it can be faster than `limit_s`, whether the case fits as far as it is known)."""
+    choice, price = case.choice, case.price
+    costs = StageCosts(choice, price, request, hardware, limit_s / choice.micro_batches)
+    ranges = split(len(price.layers), choice.mesh.pp, costs, costs.least_s)
+    if ranges is None:
+        return None, costs.reached_limit
+    plan = Plan(
+        mesh=choice.mesh,
+        global_batch=request.global_batch,
+        micro_batch=choice.micro_batch,
+        sequence=request.sequence,
+        stages=ranges,
+        schedule=choice.schedule,
+        zero=choice.zero,
+        recompute=costs.recompute(ranges),
+        precision=request.precision,
+        optimizer=request.optimizer,
+        solution=Solution(choice.mesh.tp, {}, price.model.solution),
+    )
+    estimate = estimate_price(price, plan, hardware)
+    return Candidate(plan, price.model, estimate) if estimate.step_time_s < limit_s else None, True
+
+
+class _Ranking:
+    """The best candidate of each mesh; the limit a newcomer must beat."""
+
+    def __init__(self, keep: int, gpus: int) -> None:
+        self.keep = keep
+        self.gpus = gpus
+        self.best: dict[str, Candidate] = {}
+
+    def limit_s(self, choice: Choice) -> float:
+        own = self.best.get(str(choice.mesh))
+        own_s = own.estimate.step_time_s if own else inf
+        if choice.mesh.world_size < self.gpus:
+            # Fewer GPUs are of interest only where they are faster than all that was found.
+            return min(own_s, min((c.estimate.step_time_s for c in self.best.values()), default=inf))
+        steps = sorted(c.estimate.step_time_s for c in self.best.values())
+        return min(own_s, steps[self.keep - 1] if len(steps) >= self.keep else inf)
+
+    def add(self, candidate: Candidate) -> None:
+        self.best[str(candidate.plan.mesh)] = candidate
+
+    def ranked(self) -> tuple[Candidate, ...]:
+        return tuple(sorted(self.best.values(), key=lambda c: c.estimate.step_time_s)[: self.keep])
+
+
+def _notes(best: Sequence[Candidate], cluster: Cluster) -> tuple[str, ...]:
+    """Said aloud: a plan that leaves GPUs idle."""
+    chosen = best[0]
+    used = chosen.plan.mesh.world_size
+    if used == cluster.gpus:
+        return ()
+    full = next((c for c in best if c.plan.mesh.world_size == cluster.gpus), None)
+    why = f"no legal plan that fits uses all {cluster.gpus}"
+    if full is not None:
+        loss = full.estimate.step_time_s / chosen.estimate.step_time_s - 1
+        why = f"the best on all {cluster.gpus} takes {loss:.1%} longer"
+    return (f"uses {used} of {cluster.gpus} GPUs: {why}",)
+
+
+def _infeasible(cases: Sequence[_Case], request: Request, hardware: Hardware) -> str:
+    """The plan that comes nearest to the budget: by how much it misses it, and what fills it."""
+    nearest: tuple[float, _Case, int, tuple[MemoryTerm, ...], str] | None = None
+    for case in cases:
+        for recompute in ("full", "none") if request.pins.recompute is None else (request.pins.recompute,):
+            found = _least_memory(case, recompute, request, hardware)
+            if nearest is None or found[0] < nearest[0]:
+                nearest = (found[0], case, found[1], found[2], str(recompute))
+    assert nearest is not None, "the space has at least one choice"
+    need_bytes, case, stage, terms, recompute_text = nearest
+    choice = case.choice
+    largest = sorted(terms, key=lambda term: -term.size_bytes)[:3]
+    filled = ", ".join(f"{term.name} {gib(term.size_bytes)}" for term in largest)
+    pinned = f" with {request.pins}" if str(request.pins) else ""
+    return (
+        f"no plan fits {gib(request.budget_bytes)} a GPU{pinned}: the nearest ({choice.mesh}, zero {choice.zero}, "
+        f"micro-batch {choice.micro_batch}, {choice.schedule}, recompute {recompute_text}) needs {gib(need_bytes)} "
+        f"on stage {stage}, {gib(need_bytes - request.budget_bytes)} too much. Most of it: {filled}. "
+        "Use more GPUs, a larger memory budget, a shorter sequence or fewer pins"
+    )
+
+
+def _least_memory(
+    case: _Case, recompute: Recompute, request: Request, hardware: Hardware
+) -> tuple[float, int, tuple[MemoryTerm, ...]]:
+    """(peak bytes of the fullest stage, that stage, its ledger), layers spread evenly over the stages."""
+    price, setting = case.price, setting_for(case.choice, request, hardware)
+    layers, stages = len(price.layers), case.choice.mesh.pp
+    peaks = []
+    for stage in range(stages):
+        ranges = (layers * stage // stages, layers * (stage + 1) // stages)
+        shape = stage_shape(price, *ranges, recompute if isinstance(recompute, tuple) else ())
+        shape = replace(shape, recomputed=pinned_recompute(recompute, shape))
+        terms = stage_ledger(price, shape, stage, ranges, setting)
+        peaks.append((total_bytes(terms), stage, terms))
+    return max(peaks, key=lambda peak: peak[0])
+
+
+def gib(size_bytes: float) -> str:
+    """"71.2 GiB"; MiB below a tenth of one."""
+    if abs(size_bytes) < 2**30 / 10:
+        return f"{size_bytes / 2**20:.1f} MiB"
+    return f"{size_bytes / 2**30:.1f} GiB"

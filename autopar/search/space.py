@@ -1,0 +1,210 @@
+"""The space of plans: every legal choice of mesh, micro-batch, schedule and ZeRO stage, with reasons for the others."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from itertools import product
+from typing import Any
+
+from autopar.cost_models.hardware import Cluster
+from autopar.errors import PlanError
+from autopar.mesh import Mesh
+from autopar.plan import Optimizer
+
+Recompute = str | int | tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Pins:
+    """Choices fixed by the user; None leaves one free.
+
+    recompute: "none", "full", the number of layers in each stage, or the layer indices.
+    """
+
+    pp: int | None = None
+    dp: int | None = None
+    tp: int | None = None
+    zero: int | None = None
+    micro_batch: int | None = None
+    schedule: str | None = None
+    recompute: Recompute | None = None
+    forbid: Mapping[str, Collection[Any]] = field(default_factory=dict)  # by the names above
+
+    def __post_init__(self) -> None:
+        names = {f.name for f in fields(self)} - {"forbid"}
+        for name in self.forbid:
+            if name not in names:
+                raise PlanError(f"forbid={name!r}: use one of {', '.join(sorted(names))}")
+        for name in ("pp", "dp", "tp", "micro_batch"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise PlanError(f"{name}={value}: use 1 or more")
+        if isinstance(self.recompute, str) and self.recompute not in ("none", "full"):
+            raise PlanError(f"recompute={self.recompute!r}: use 'none', 'full', a number or layer indices")
+
+    def allows(self, name: str, value: Any) -> bool:
+        """Neither pinned to something else nor forbidden."""
+        pinned = getattr(self, name)
+        return (pinned is None or pinned == value) and value not in self.forbid.get(name, ())
+
+    def __str__(self) -> str:
+        pinned = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if f.name != "forbid"]
+        pinned = [text for text in pinned if not text.endswith("=None")]
+        forbidden = [f"no {name}={value}" for name, values in self.forbid.items() for value in values]
+        return ", ".join(pinned + forbidden)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be trained: samples a step, tokens a sample, bytes a GPU may use."""
+
+    global_batch: int
+    sequence: int
+    budget_bytes: float
+    precision: str = "bf16"
+    optimizer: Optimizer = Optimizer()
+    pins: Pins = Pins()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One point of the space, before layers are spread over stages."""
+
+    mesh: Mesh
+    micro_batch: int
+    micro_batches: int
+    schedule: str
+    zero: int
+
+
+@dataclass(frozen=True)
+class Space:
+    """The legal choices, and the reasons why others are not, as the table's footer names them."""
+
+    choices: tuple[Choice, ...]
+    not_legal: tuple[str, ...]
+
+
+def enumerate_space(
+    request: Request, cluster: Cluster, layers: int, tps: Collection[int], illegal_tp: Mapping[int, str]
+) -> Space:
+    """Every legal choice on at most `cluster.gpus` GPUs.
+
+    tps: tp sizes for which the model has a solution; illegal_tp: why others have none ("32 heads").
+    PlanError if the pins contradict the cluster, the batch or each other.
+    """
+    check(request, cluster)
+    reasons = _reasons(request, cluster, layers, tps, illegal_tp)
+    meshes = [mesh for mesh in _meshes(cluster.gpus, layers, tps) if _allowed(mesh, request)]
+    choices = tuple(choice for mesh in meshes for choice in _choices(mesh, request))
+    if not choices:
+        pinned = f" with {request.pins}" if str(request.pins) else ""
+        why = "; ".join(reasons) or "the pins contradict each other"
+        raise PlanError(
+            f"no legal plan for {cluster.gpus} GPUs, {layers} layers and global_batch="
+            f"{request.global_batch}{pinned}: {why}. Free a pin, or change gpus or global_batch"
+        )
+    return Space(choices, tuple(reasons))
+
+
+def check(request: Request, cluster: Cluster) -> None:
+    """PlanError, with the arithmetic, where pins and cluster or batch cannot go together."""
+    pins, gpus, batch = request.pins, cluster.gpus, request.global_batch
+    if batch < 1 or request.sequence < 1:
+        raise PlanError(f"global_batch={batch}, sequence={request.sequence}: use 1 or more of each")
+    sizes = {name: getattr(pins, name) for name in ("pp", "dp", "tp") if getattr(pins, name) is not None}
+    pinned = 1
+    for size in sizes.values():
+        pinned *= size
+    text = " × ".join(f"{name}={size}" for name, size in sizes.items())
+    if gpus % pinned:
+        low, high = gpus // pinned * pinned, -(-gpus // pinned) * pinned
+        counts = " or ".join(str(count) for count in (low, high) if count)
+        way = f"use gpus={counts}"
+        if len(sizes) == 1:
+            way += f", or {next(iter(sizes))} one of {_listed(divisors(gpus))}"
+        raise PlanError(f"gpus={gpus} is not divisible by {text}{f' = {pinned}' if len(sizes) > 1 else ''}: {way}")
+    if len(sizes) == 3 and pinned != gpus:
+        raise PlanError(f"{text} = {pinned} leaves {gpus - pinned} of gpus={gpus} idle: use gpus={pinned}, or free one")
+    samples = (pins.dp or 1) * (pins.micro_batch or 1)
+    if batch % samples:
+        _refuse_batch(pins, batch, samples)
+
+
+def divisors(n: int) -> list[int]:
+    """In ascending order."""
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _refuse_batch(pins: Pins, batch: int, samples: int) -> None:
+    names = [f"{name}={getattr(pins, name)}" for name in ("micro_batch", "dp") if getattr(pins, name)]
+    low, high = batch // samples * samples, -(-batch // samples) * samples
+    counts = " or ".join(str(count) for count in (low, high) if count)
+    product_text = f" = {samples}" if len(names) > 1 else ""
+    raise PlanError(
+        f"global_batch={batch} is not divisible by {' × '.join(names)}{product_text}: use global_batch={counts}, "
+        f"or values whose product divides it (one of {_listed(divisors(batch))})"
+    )
+
+
+def _listed(values: list[int]) -> str:
+    return ", ".join(map(str, values)) if len(values) <= 12 else ", ".join(map(str, values[:11])) + ", …"
+
+
+def _meshes(gpus: int, layers: int, tps: Collection[int]) -> Iterator[Mesh]:
+    for tp, pp in product(sorted(tps), range(1, layers + 1)):
+        for dp in range(1, gpus // (tp * pp) + 1):
+            yield Mesh(pp=pp, dp=dp, tp=tp)
+
+
+def _allowed(mesh: Mesh, request: Request) -> bool:
+    pins = request.pins
+    return request.global_batch % mesh.dp == 0 and all(pins.allows(axis, mesh.size(axis)) for axis in ("pp", "dp", "tp"))
+
+
+def _choices(mesh: Mesh, request: Request) -> Iterator[Choice]:
+    pins = request.pins
+    samples = request.global_batch // mesh.dp
+    for micro_batch in divisors(samples):
+        if not pins.allows("micro_batch", micro_batch):
+            continue
+        m = samples // micro_batch
+        schedules = [name for name in _schedules(mesh.pp, m) if pins.allows("schedule", name)]
+        zeros = [zero for zero in _zeros(mesh.dp, m, pins.zero) if pins.allows("zero", zero)]
+        for schedule, zero in product(schedules, zeros):
+            yield Choice(mesh, micro_batch, m, schedule, zero)
+
+
+def _schedules(pp: int, micro_batches: int) -> tuple[str, ...]:
+    """1f1b first: as fast as gpipe with fewer micro-batches in flight. It needs m ≥ pp."""
+    if pp == 1:
+        return ("none",)
+    return ("1f1b", "gpipe") if micro_batches >= pp else ("gpipe",)
+
+
+def _zeros(dp: int, micro_batches: int, pinned: int | None) -> tuple[int, ...]:
+    """Without data ranks there is nothing to shard; with one micro-batch ZeRO 1 and 2 are the same program."""
+    if dp == 1:
+        return (0,) if pinned is None else (pinned,)
+    return (0, 1, 3) if micro_batches == 1 and pinned != 2 else (0, 1, 2, 3)
+
+
+def _reasons(
+    request: Request, cluster: Cluster, layers: int, tps: Collection[int], illegal_tp: Mapping[int, str]
+) -> list[str]:
+    """Why sizes that divide the cluster are left out."""
+    pins, batch = request.pins, request.global_batch
+    reasons = [f"tp={tp} ({illegal_tp[tp]})" for tp in sorted(illegal_tp)]
+    if pins.tp is not None and pins.tp not in tps and pins.tp not in illegal_tp:
+        reasons.append(f"tp={pins.tp} (no solution; there are {_listed(sorted(tps))})")
+    for size in divisors(cluster.gpus):
+        if size > layers and pins.allows("pp", size):
+            reasons.append(f"pp={size} ({layers} layers)")
+        if batch % size and pins.allows("dp", size):
+            reasons.append(f"dp={size} (global batch {batch})")
+    if pins.schedule == "1f1b":
+        reasons.append("1f1b needs pp > 1 and at least pp micro-batches")
+    if pins.schedule == "none" and pins.pp != 1:
+        reasons.append("schedule=none is for pp=1")
+    return reasons

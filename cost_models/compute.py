@@ -1,0 +1,253 @@
+"""Time of computing: a roofline per op, summed over a block, not below what the host needs to launch the ops.
+
+T_op = (T_math^q + T_memory^q)^(1/q)       q = 4: a smooth maximum (COST_MODEL 2.1, first form: no tiles or waves)
+T_block = max(Σ T_op, launches · t_launch)  the host runs ahead, so its floor holds for the block, not for an op
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import sympy
+
+from autopar.cost_models.collectives import Group, axis_group, collective_time_s
+from autopar.cost_models.hardware import Hardware
+from autopar.cost_models.layer_costs import B, LayerCosts, ModelCosts, S
+from autopar.mesh import Mesh
+
+_SMOOTHNESS = 4
+KINDS = ("matmul", "attention", "memory")
+# Kernels an op launches in backward: both gradients of a matmul, one otherwise.
+_BACKWARD_LAUNCHES = {"matmul": 2, "attention": 1, "memory": 1}
+
+
+@dataclass(frozen=True)
+class PhaseTime:
+    """Seconds of one pass over a block, by cause; they add up to `total_s`."""
+
+    matmul_s: float = 0.0
+    attention_s: float = 0.0
+    memory_s: float = 0.0
+    launch_s: float = 0.0  # what the host floor adds to the three above
+    tp_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        return self.matmul_s + self.attention_s + self.memory_s + self.launch_s + self.tp_s
+
+    def __add__(self, other: PhaseTime) -> PhaseTime:
+        return PhaseTime(
+            self.matmul_s + other.matmul_s,
+            self.attention_s + other.attention_s,
+            self.memory_s + other.memory_s,
+            self.launch_s + other.launch_s,
+            self.tp_s + other.tp_s,
+        )
+
+    def __mul__(self, factor: float) -> PhaseTime:
+        return PhaseTime(
+            factor * self.matmul_s,
+            factor * self.attention_s,
+            factor * self.memory_s,
+            factor * self.launch_s,
+            factor * self.tp_s,
+        )
+
+
+@dataclass(frozen=True)
+class BlockPrice:
+    """A block with numbers: seconds and bytes of one micro-batch on one rank, recompute excluded."""
+
+    name: str
+    forward: PhaseTime
+    backward: PhaseTime
+    sync_s: float  # tp reductions of gradients, once a gradient synchronisation
+    parameters: int
+    tied_parameters: int
+    saved_bytes: float
+    input_bytes: float
+    working_bytes: float
+    output_bytes: float
+
+    @property
+    def work_s(self) -> float:
+        return self.forward.total_s + self.backward.total_s
+
+
+@dataclass(frozen=True)
+class ModelPrice:
+    """A model with numbers, at one micro-batch size (samples). `layers[i]` is the index in `classes` of layer i."""
+
+    model: ModelCosts
+    micro_batch: int
+    prologue: BlockPrice
+    classes: tuple[BlockPrice, ...]
+    layers: tuple[int, ...]
+    epilogue: BlockPrice
+    unsharded_flops: float  # forward, of one micro-batch of the original model
+
+    @property
+    def work_s(self) -> float:
+        """Forward and backward of one micro-batch through the whole model, without recompute."""
+        return self.prologue.work_s + self.epilogue.work_s + sum(self.classes[c].work_s for c in self.layers)
+
+    @property
+    def parameters(self) -> int:
+        """Elements of one tp rank over all stages, tied ones once."""
+        ends = self.prologue.parameters + self.epilogue.parameters
+        return ends + sum(self.classes[c].parameters for c in self.layers)
+
+
+@dataclass(frozen=True)
+class StageShape:
+    """What a stage is made of, all that its cost depends on: layers and recomputed layers of each class, ends."""
+
+    counts: tuple[int, ...]
+    recomputed: tuple[int, ...]
+    first: bool
+    last: bool
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """One micro-batch through a stage. `recompute` is the forward that backward repeats."""
+
+    forward: PhaseTime
+    backward: PhaseTime
+    recompute: PhaseTime
+
+    @property
+    def total_s(self) -> float:
+        return self.forward.total_s + self.backward.total_s + self.recompute.total_s
+
+
+def price_model(
+    model: ModelCosts, micro_batches: Sequence[int], sequence: int, hardware: Hardware, precision: str
+) -> list[ModelPrice]:
+    """The model at each micro-batch size."""
+    tp = axis_group(Mesh(tp=model.tp), "tp", hardware.gpus_per_node)
+    names = list(model.classes)
+    blocks = [model.prologue, *model.classes.values(), model.epilogue]
+    prices = [price_block(block, micro_batches, sequence, hardware, precision, tp) for block in blocks]
+    layers = tuple(names.index(name) for name in model.layers)
+    return [
+        ModelPrice(
+            model,
+            b,
+            at[0],
+            tuple(at[1:-1]),
+            layers,
+            at[-1],
+            float(model.unsharded_flops.subs({B: b, S: sequence})),
+        )
+        for b, at in zip(micro_batches, zip(*prices, strict=True), strict=True)
+    ]
+
+
+def stage_shape(price: ModelPrice, start: int, stop: int, recompute: Iterable[int] = ()) -> StageShape:
+    """The stage of layers [start, stop); the ends of the model belong to the first and last layer."""
+    counts, recomputed = [0] * len(price.classes), [0] * len(price.classes)
+    for layer in range(start, stop):
+        counts[price.layers[layer]] += 1
+    for layer in recompute:
+        if start <= layer < stop:
+            recomputed[price.layers[layer]] += 1
+    return StageShape(tuple(counts), tuple(recomputed), start == 0, stop == len(price.layers))
+
+
+def stage_blocks(price: ModelPrice, shape: StageShape) -> list[tuple[BlockPrice, int, int]]:
+    """(block, copies, copies recomputed), in forward order up to the mixing of classes."""
+    blocks = [(price.prologue, 1, 0)] if shape.first else []
+    blocks += [item for item in zip(price.classes, shape.counts, shape.recomputed, strict=True) if item[1]]
+    return blocks + ([(price.epilogue, 1, 0)] if shape.last else [])
+
+
+def stage_time(price: ModelPrice, shape: StageShape) -> StageTime:
+    """Seconds of one micro-batch."""
+    forward = backward = recompute = PhaseTime()
+    for block, count, again in stage_blocks(price, shape):
+        forward += block.forward * count
+        backward += block.backward * count
+        recompute += block.forward * again
+    return StageTime(forward, backward, recompute)
+
+
+def op_time_s(kind: str, flops: float, size_bytes: float, hardware: Hardware, precision: str) -> float:
+    """Seconds of one op on an idle device; `kind` picks the achieved share of peak."""
+    efficiency = hardware.attention_efficiency if kind == "attention" else hardware.matmul_efficiency
+    math_s = flops / (hardware.peak(precision) * efficiency) if kind != "memory" else 0.0
+    memory_s = size_bytes / (hardware.memory_bytes_per_s * hardware.memory_efficiency)
+    largest = max(math_s, memory_s)
+    if largest == 0.0:
+        return 0.0
+    return float(largest * (1 + (min(math_s, memory_s) / largest) ** _SMOOTHNESS) ** (1 / _SMOOTHNESS))
+
+
+def price_block(
+    layer: LayerCosts,
+    micro_batches: Sequence[int],
+    sequence: int,
+    hardware: Hardware,
+    precision: str,
+    tp: Group,
+) -> list[BlockPrice]:
+    """The block at each micro-batch size (samples); `sequence` in tokens, `tp` the ranks of its collectives."""
+    evaluate = _evaluator(layer)
+    return [_price(layer, evaluate(b, sequence), hardware, precision, tp) for b in micro_batches]
+
+
+def _evaluator(layer: LayerCosts) -> Callable[[int, int], list[float]]:
+    """All expressions of a block as one compiled function of (b, s); equal ones are computed once."""
+    expressions: list[sympy.Expr] = []
+    for op in layer.ops:
+        expressions += [op.forward_flops, op.forward_bytes, op.backward_flops, op.backward_bytes]
+    expressions += [transfer.size_bytes for transfer in layer.transfers]
+    expressions += [layer.saved_bytes, layer.input_bytes, layer.working_bytes, layer.output_bytes]
+    expressions = [sympy.sympify(expression) for expression in expressions]
+    unique = list(dict.fromkeys(expressions))
+    place = {expression: index for index, expression in enumerate(unique)}
+    order = [place[expression] for expression in expressions]
+    function = sympy.lambdify((B, S), unique, modules="math")
+
+    def evaluate(b: int, s: int) -> list[float]:
+        values = function(b, s)
+        return [float(values[index]) for index in order]
+
+    return evaluate
+
+
+def _price(
+    layer: LayerCosts, values: list[float], hardware: Hardware, precision: str, tp: Group
+) -> BlockPrice:
+    forward = dict.fromkeys(KINDS, 0.0)
+    backward = dict.fromkeys(KINDS, 0.0)
+    backward_launches = 0
+    for index, op in enumerate(layer.ops):
+        f_flops, f_bytes, b_flops, b_bytes = values[4 * index : 4 * index + 4]
+        forward[op.kind] += op_time_s(op.kind, f_flops, f_bytes, hardware, precision)
+        backward[op.kind] += op_time_s(op.kind, b_flops, b_bytes, hardware, precision)
+        backward_launches += _BACKWARD_LAUNCHES[op.kind] if b_flops or b_bytes else 0
+    at = 4 * len(layer.ops)
+    comm = dict.fromkeys(("forward", "backward", "sync"), 0.0)
+    for transfer, size_bytes in zip(layer.transfers, values[at:], strict=False):
+        comm[transfer.phase] += collective_time_s(transfer.collective, size_bytes, tp, hardware)
+    saved, inputs, working, output = values[-4:]
+    return BlockPrice(
+        name=layer.name,
+        forward=_phase(forward, len(layer.ops), comm["forward"], hardware),
+        backward=_phase(backward, backward_launches, comm["backward"], hardware),
+        sync_s=comm["sync"],
+        parameters=layer.parameters,
+        tied_parameters=layer.tied_parameters,
+        saved_bytes=saved,
+        input_bytes=inputs,
+        working_bytes=working,
+        output_bytes=output,
+    )
+
+
+def _phase(seconds: dict[str, float], launches: int, tp_s: float, hardware: Hardware) -> PhaseTime:
+    device_s = sum(seconds.values())
+    floor_s = max(0.0, launches * hardware.launch_s - device_s)
+    return PhaseTime(seconds["matmul"], seconds["attention"], seconds["memory"], floor_s, tp_s)

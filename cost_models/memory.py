@@ -1,0 +1,243 @@
+"""The memory ledger of one rank: what is resident, term by term, at the peak of a step.
+
+The states follow DESIGN §6's table, a function of (ZeRO stage, micro-batches m, precision). P parameters a rank, D data
+ranks, c bytes of the compute dtype, w of master weights and gradients (bf16: c=2, w=4; fp32: 4, 4; fp64: 8, 8):
+
+    ZeRO  compute copy             master w, states   gradients                         gathered for a while
+    0     bf16 cP (else the master)  whole            whole                             –
+    1     cP                       1/D                whole if m > 1, else 1/D          –
+    2     cP                       1/D                1/D                               –
+    3     –                        1/D                1/D                               unit, next unit, root
+
+Activations are held for every micro-batch in flight; torch.distributed.pipelining keeps a receive buffer for each
+micro-batch of a step, in both directions (stage.py `_create_act_recv_info`, `_create_grad_recv_info`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from autopar.cost_models.compute import BlockPrice, ModelPrice, StageShape, stage_blocks
+from autopar.cost_models.hardware import Hardware
+from autopar.errors import PlanError
+from autopar.plan import Optimizer
+
+COMPUTE_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
+MASTER_BYTES = {"bf16": 4, "fp32": 4, "fp64": 8}
+BUCKET_BYTES = 25 * 2**20  # of the all-reduce outside fully_shard
+
+
+@dataclass(frozen=True)
+class MemoryTerm:
+    """One line of the ledger."""
+
+    name: str
+    size_bytes: float
+
+
+@dataclass(frozen=True)
+class States:
+    """Everything the size of parameters, gradients and optimizer states depends on."""
+
+    zero: int
+    micro_batches: int
+    shards: int  # ranks of the data axis (dp × cp)
+    precision: str
+    optimizer: Optimizer = Optimizer()
+
+    @property
+    def compute_bytes(self) -> int:
+        return COMPUTE_BYTES[self.precision]
+
+    @property
+    def master_bytes(self) -> int:
+        return MASTER_BYTES[self.precision]
+
+    @property
+    def has_copy(self) -> bool:
+        """The parameters computed with are another tensor than those the optimizer updates."""
+        return self.precision == "bf16" or self.zero > 0
+
+    @property
+    def keeps_whole_gradients(self) -> bool:
+        """Between micro-batches, unsharded."""
+        return self.zero == 0 or (self.zero == 1 and self.micro_batches > 1)
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """One stage: parameters a rank holds before data sharding, bytes of one micro-batch after recompute was chosen."""
+
+    parameters: int
+    root_parameters: int  # in no layer: embedding, final norm, head
+    largest_layer_parameters: int
+    saved_bytes: float
+    transient_bytes: float  # beside what is saved: workspace, one recomputed layer
+    in_flight: int
+    receives_bytes: float = 0.0  # a micro-batch, from both neighbours
+
+
+def stage_memory(price: ModelPrice, shape: StageShape, in_flight: int, receives_bytes: float) -> StageMemory:
+    """The stage's parameters and activation bytes.
+
+    The peak is at the start of a backward pass: in the epilogue with its workspace, or in the first layer after
+    it, when what the epilogue saved is free again.
+    """
+    classes = zip(price.classes, shape.counts, shape.recomputed, strict=True)
+    inner = [(block, count, again) for block, count, again in classes if count]
+    saved = 0.0
+    for block, count, again in stage_blocks(price, shape):
+        saved += count * block.saved_bytes - again * (block.saved_bytes - block.input_bytes)
+    layer_peak = max((again_bytes(block, again > 0) for block, _, again in inner), default=0.0)
+    ends = [price.prologue.working_bytes] if shape.first else []
+    if shape.last:
+        ends.append(price.epilogue.working_bytes)
+        layer_peak -= price.epilogue.saved_bytes
+    root, tied = root_parameters(price, shape)
+    layers = sum(block.parameters * count for block, count, _ in inner)
+    return StageMemory(
+        parameters=layers + root + tied,
+        root_parameters=root,
+        largest_layer_parameters=max((block.parameters for block, _, _ in inner), default=0),
+        saved_bytes=saved,
+        transient_bytes=max([0.0, layer_peak, *ends]),
+        in_flight=in_flight,
+        receives_bytes=receives_bytes,
+    )
+
+
+def again_bytes(block: BlockPrice, recomputed: bool) -> float:
+    """What a layer needs in backward beside what was kept: its workspace, and all it saves if it is recomputed."""
+    return block.working_bytes + (block.saved_bytes if recomputed else 0.0)
+
+
+def root_parameters(price: ModelPrice, shape: StageShape) -> tuple[int, int]:
+    """(elements of the ends on this stage, elements of layers tied to another stage).
+
+    A tied parameter has an extra copy on every later stage that holds it too.
+    """
+    root = price.prologue.parameters if shape.first else 0
+    if shape.last:
+        root += price.epilogue.parameters + (0 if shape.first else price.epilogue.tied_parameters)
+    if shape.first:
+        return root, 0
+    return root, sum(block.tied_parameters for block, n in zip(price.classes, shape.counts, strict=True) if n)
+
+
+@dataclass(frozen=True)
+class CollectiveCounts:
+    """Collectives on the data axis in one step of one rank."""
+
+    all_gather: int
+    reduce_scatter: int
+    all_reduce: int
+
+
+def collective_counts(zero: int, micro_batches: int, units: int) -> CollectiveCounts:
+    """DESIGN §6, last column, for `units` fully_shard units (the root counts if it has parameters).
+
+    ZeRO 0 all-reduces once a unit (bf16, replicate mesh); outside fully_shard read `units` as buckets.
+    """
+    gathers = {0: 0, 1: 1, 2: 1, 3: 2 * micro_batches}[zero]
+    scatters = {0: 0, 1: 1, 2: micro_batches, 3: micro_batches}[zero]
+    return CollectiveCounts(gathers * units, scatters * units, units if zero == 0 else 0)
+
+
+@dataclass(frozen=True)
+class Resident:
+    """Unsharded bytes on a rank between two micro-batches."""
+
+    parameter_bytes: int
+    gradient_bytes: int
+
+
+def resident_bytes(states: States, parameters: int) -> Resident:
+    """DESIGN §6, third column: what stays unsharded between micro-batches (between steps gradients are gone).
+
+    With ZeRO 0 in fp32 and fp64 the parameters themselves are whole.
+    """
+    copy = 0 if states.zero == 3 else parameters * states.compute_bytes
+    gradients = parameters * states.master_bytes if states.keeps_whole_gradients else 0
+    return Resident(copy, gradients)
+
+
+def optimizer_state_bytes(optimizer: Optimizer, precision: str) -> int:
+    """Bytes a parameter of the optimizer's states: torch keeps them in the dtype of the (master) parameter."""
+    tensors = {
+        "SGD": 1 if optimizer.kwargs.get("momentum", 0) else 0,
+        "Adagrad": 1,
+        "RMSprop": 1
+        + bool(optimizer.kwargs.get("momentum", 0))
+        + bool(optimizer.kwargs.get("centered", False)),
+        "Adadelta": 2,
+        **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam", "Adamax"), 2),
+    }
+    if optimizer.name not in tensors:
+        raise PlanError(
+            f"optimizer {optimizer.name!r} has no memory model: use one of {', '.join(sorted(tensors))}"
+        )
+    amsgrad = bool(optimizer.kwargs.get("amsgrad", False)) and optimizer.name in ("Adam", "AdamW")
+    return (tensors[optimizer.name] + amsgrad) * MASTER_BYTES[precision]
+
+
+def ledger(stage: StageMemory, states: States, hardware: Hardware, world_size: int) -> tuple[MemoryTerm, ...]:
+    """The terms of one stage; their sum is the peak in bytes."""
+    terms = [
+        *_state_terms(stage, states),
+        MemoryTerm(f"activations: {stage.in_flight} in flight", stage.in_flight * stage.saved_bytes),
+        MemoryTerm("workspace, recomputed layer", stage.transient_bytes),
+        *_buffer_terms(stage, states),
+    ]
+    allocated = total_bytes(terms)
+    terms.append(MemoryTerm("allocator slack", allocated * hardware.allocator_slack))
+    communicator = hardware.communicator_bytes if world_size > 1 else 0.0
+    terms.append(MemoryTerm("context, communicators", hardware.context_bytes + communicator))
+    return tuple(terms)
+
+
+def total_bytes(terms: Iterable[MemoryTerm]) -> float:
+    """Sum of the ledger."""
+    return sum(term.size_bytes for term in terms)
+
+
+def activation_room_bytes(
+    stage: StageMemory, states: States, hardware: Hardware, world_size: int, budget_bytes: float
+) -> float:
+    """What the budget leaves for activations and workspace of this stage (negative: nothing fits)."""
+    communicator = hardware.communicator_bytes if world_size > 1 else 0.0
+    allocated = (budget_bytes - hardware.context_bytes - communicator) / (1 + hardware.allocator_slack)
+    return allocated - total_bytes([*_state_terms(stage, states), *_buffer_terms(stage, states)])
+
+
+def _state_terms(stage: StageMemory, states: States) -> list[MemoryTerm]:
+    master_share = states.shards if states.zero >= 1 else 1
+    gradient_share = 1 if states.keeps_whole_gradients else states.shards
+    state_bytes = optimizer_state_bytes(states.optimizer, states.precision)
+    master = stage.parameters * states.master_bytes / master_share
+    copy = stage.parameters * states.compute_bytes if states.has_copy and states.zero < 3 else 0.0
+    shared = f", 1/{states.shards}" if master_share > 1 else ""
+    reduced = f", 1/{states.shards}" if gradient_share > 1 else ""
+    return [
+        MemoryTerm(f"parameters ({states.precision} copy)", copy),
+        MemoryTerm(f"master weights{shared}", master),
+        MemoryTerm(f"{states.optimizer.name} states{shared}", stage.parameters * state_bytes / master_share),
+        MemoryTerm(f"gradients{reduced}", stage.parameters * states.master_bytes / gradient_share),
+    ]
+
+
+def _buffer_terms(stage: StageMemory, states: States) -> list[MemoryTerm]:
+    unit = max(stage.largest_layer_parameters, stage.root_parameters)
+    gathered = 0
+    if states.zero == 3:
+        gathered = (2 * stage.largest_layer_parameters + stage.root_parameters) * states.compute_bytes
+    if not states.has_copy:
+        buffers: float = min(BUCKET_BYTES, stage.parameters * states.master_bytes) if states.shards > 1 else 0
+    else:
+        # One unit's gradient in the compute dtype and its copy in the dtype of the reduction.
+        buffers = unit * (states.compute_bytes + states.master_bytes)
+    return [
+        MemoryTerm("gathered units, root", gathered),
+        MemoryTerm("reduction buffers", buffers),
+        MemoryTerm("pipeline receive buffers", states.micro_batches * stage.receives_bytes),
+    ]
