@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from .optimizer import Optimizer
 from .weights import Names
 
 Parameters = Mapping[str, nn.Parameter]
@@ -28,7 +29,7 @@ def full(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def save(folder: Path, parameters: Parameters, optimizer: torch.optim.Optimizer, names: Names, step: int) -> None:
+def save(folder: Path, parameters: Parameters, optimizer: Optimizer, names: Names, step: int) -> None:
     """Every rank calls; each writes its own parts."""
     model = {names.original(n): p.detach() for n, p in parameters.items() if n not in names.parts}
     for fused, parts in names.fused(parameters).items():
@@ -36,14 +37,13 @@ def save(folder: Path, parameters: Parameters, optimizer: torch.optim.Optimizer,
         assert fused in model
     states = {
         f"{names.original(n)}.{key}": value
-        for n, p in parameters.items()
-        for key, value in optimizer.state.get(p, {}).items()
-        if isinstance(value, Tensor)
+        for n in parameters
+        for key, value in optimizer.states(n).items()
     }
     dcp.save({"model": model, "optimizer": states, "step": torch.tensor(step)}, checkpoint_id=folder)
 
 
-def load(folder: Path, parameters: Parameters, optimizer: torch.optim.Optimizer, names: Names) -> int:
+def load(folder: Path, parameters: Parameters, optimizer: Optimizer, names: Names) -> int:
     """Fill parameters and optimizer state in place from a checkpoint of any plan; returns its step.
 
     Every rank calls; each reads its own parts. Optimizer state that is not there starts anew.
@@ -57,11 +57,11 @@ def load(folder: Path, parameters: Parameters, optimizer: torch.optim.Optimizer,
     dcp.load({"model": model, "optimizer": dict(states), "step": step}, checkpoint_id=folder)
     for name, parts in fused.items():
         _fill_parts(parts, model[name], parameters, names)
-    for n, p in parameters.items():
+    for n in parameters:
         prefix = f"{names.original(n)}."
         own = {key.removeprefix(prefix): value for key, value in states.items() if key.startswith(prefix)}
         if own:
-            optimizer.state[p].update(own)
+            optimizer.load_states(n, own)
     return int(step)
 
 

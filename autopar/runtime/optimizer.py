@@ -17,20 +17,50 @@ from .mesh import Mesh
 Groups = Sequence[tuple[Sequence[str], Mapping[str, Any]]]  # (parameter names, options over the defaults)
 
 
-def make_optimizer(
-    parameters: Mapping[str, nn.Parameter], name: str, options: Mapping[str, Any], groups: Groups = ()
-) -> torch.optim.Optimizer:
-    """A torch optimizer by class name. Parameters named in no group take `options`, over torch's defaults.
+class Optimizer:
+    """A torch optimizer by class name, run on this rank's parts of the parameters.
 
-    Every rank gets every group, also where its stage has none of its parameters: the groups' order is the same.
+    Elementwise optimizers compute the same on parts, without the cost of DTensor's dispatch for each op.
+    Parameters named in no group take `options`, over torch's defaults.
     """
-    named = {n for names, _ in groups for n in names}
-    layout = [*groups, ([n for n in parameters if n not in named], {})]
-    param_groups = [
-        {"params": [(n, parameters[n]) for n in names if n in parameters], **overrides} for names, overrides in layout
-    ]
-    optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(param_groups, **options)
-    return optimizer
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], name: str, options: Mapping[str, Any], groups: Groups = ()
+    ) -> None:
+        self._parameters = parameters
+        self._parts = {n: nn.Parameter(local_part(p.detach()), p.requires_grad) for n, p in parameters.items()}
+        named = {n for names, _ in groups for n in names}
+        layout = [*groups, ([n for n in parameters if n not in named], {})]
+        # A group of which this stage has no parameter is kept: groups are the same on every rank.
+        param_groups = [
+            {"params": [(n, self._parts[n]) for n in names if n in parameters], **over} for names, over in layout
+        ]
+        self._optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(param_groups, **options)
+
+    def zero_grad(self) -> None:
+        for p in (*self._parameters.values(), *self._parts.values()):
+            p.grad = None
+
+    def step(self) -> None:
+        for name, p in self._parameters.items():
+            self._parts[name].grad = None if p.grad is None else local_part(p.grad)
+        self._optimizer.step()
+
+    def states(self, name: str) -> dict[str, Tensor]:
+        """The state tensors of a parameter, laid out as it is; they share memory with the optimizer's own."""
+        own = self._optimizer.state.get(self._parts[name], {})
+        return {key: self._like(name, value) for key, value in own.items() if isinstance(value, Tensor)}
+
+    def load_states(self, name: str, states: Mapping[str, Tensor]) -> None:
+        self._optimizer.state[self._parts[name]].update({key: local_part(value) for key, value in states.items()})
+
+    def _like(self, name: str, value: Tensor) -> Tensor:
+        p = self._parameters[name]
+        if not isinstance(p, DTensor) or value.dim() == 0:
+            return value
+        return DTensor.from_local(
+            value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+        )
 
 
 def square_sum(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Tensor:

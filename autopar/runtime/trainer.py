@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from . import checkpoint
 from .data_parallel import distribute
 from .mesh import init_mesh
-from .optimizer import Tied, make_optimizer, scale_gradients, square_sum
+from .optimizer import Optimizer, Tied, scale_gradients, square_sum
 from .pipeline import Batch, make_run
 from .random import seed_generators
 from .settings import Settings
@@ -64,7 +64,7 @@ class Trainer:
         self.tied = Tied(program.TIED, self.parameters, self.mesh)
         options = settings.optimizer_kwargs | ({} if lr is None else {"lr": lr})
         groups = getattr(program, "PARAMETER_GROUPS", ())
-        self.optimizer = make_optimizer(self.parameters, settings.optimizer, options, groups)
+        self.optimizer = Optimizer(self.parameters, settings.optimizer, options, groups)
         self._run = make_run(self.model, self.data_parallel, self.mesh)
         self._count_targets = program.count_targets
         if resume:

@@ -20,7 +20,7 @@ from autopar.runtime.parameters import buffer, local, parameter, summed, tie
 from autopar.runtime.random import attention, dropout
 from autopar.runtime.settings import Settings
 
-LAYERS, D, HEADS, VOCABULARY, SEQUENCE = 4, 16, 2, 32, 6
+LAYERS, D, HEADS, VOCABULARY, SEQUENCE = 2, 16, 2, 32, 6
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 

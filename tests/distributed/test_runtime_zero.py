@@ -1,0 +1,168 @@
+"""The runtime keeps its word: every ZeRO stage × pipeline × accumulation × tp × kind of parameter, in fp64.
+
+Each case equals one process in loss, gradients, norm and weights, and communicates and keeps over the data
+axis what the table of `autopar/runtime/data_parallel.py` says.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.runtime.data_parallel import local_part
+from autopar.runtime.settings import Settings
+from autopar.runtime.trainer import Trainer
+from tests.distributed.handwritten import (
+    local_batch,
+    make_batches,
+    make_settings,
+    original,
+    program,
+    weights_of,
+)
+from tests.harness import Reference, assert_parity, reference_run, run_ranks
+
+TOLERANCE = 1e-9
+KINDS = {"plain": (False, False), "tied": (True, False), "fused": (False, True)}
+COLLECTIVES = {
+    "allgather": "gather",
+    "_allgather_base_": "gather",
+    "_all_gather_single": "gather",
+    "_reduce_scatter_base_": "scatter",
+    "allreduce_": "all_reduce",
+}
+
+
+class DataCollectives(TorchDispatchMode):
+    """Counts the collectives on one process group."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        super().__init__()
+        self._name = group.group_name
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        namespace, _, op = func._schema.name.partition("::")
+        if namespace in ("c10d", "_c10d_functional") and self._on_group(args):
+            self.counts[COLLECTIVES.get(op, op)] += 1
+        return func(*args, **(kwargs or {}))
+
+    def _on_group(self, args: tuple[Any, ...]) -> bool:
+        scripted = (a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()))
+        return any(ProcessGroup.unbox(a).group_name == self._name for a in scripted) or self._name in [
+            a for a in args if isinstance(a, str)
+        ]
+
+
+@dataclass(frozen=True)
+class Resident:
+    """Bytes of whole (over the data axis) parameters and gradients that fully_shard holds."""
+
+    parameters: int
+    gradients: int
+
+
+def resident(model: torch.nn.Module) -> Resident:
+    parameters = gradients = 0
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            for p in group.fsdp_params:
+                parameters += sum(t.untyped_storage().nbytes() for t in p.all_gather_outputs)
+                unsharded = getattr(p, "_unsharded_param", None)
+                for grad in (p.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad):
+                    gradients += 0 if grad is None else local_part(grad).numel() * grad.element_size()
+    return Resident(parameters, gradients)
+
+
+def watch_between_micro_batches(trainer: Trainer) -> list[Resident]:
+    """What is held before the backward of each micro-batch of a step but the first."""
+    seen: list[Resident] = []
+    before_backward: Callable[[bool], None] = trainer.data_parallel.before_backward
+
+    def watched(last: bool) -> None:
+        seen.append(resident(trainer.model))
+        before_backward(last)
+
+    trainer.data_parallel.before_backward = watched  # type: ignore[method-assign]
+    return seen
+
+
+def expected_counts(settings: Settings, units: int) -> dict[str, int]:
+    m = settings.accumulation
+    return {
+        0: {"all_reduce": 1},
+        1: {"gather": units, "scatter": units},
+        2: {"gather": units, "scatter": m * units},
+        3: {"gather": 2 * m * units, "scatter": m * units},
+    }[settings.zero]
+
+
+def expected_resident(settings: Settings, whole_bytes: int) -> Resident:
+    kept = {0: (0, 0), 1: (whole_bytes, whole_bytes), 2: (whole_bytes, 0), 3: (0, 0)}[settings.zero]
+    return Resident(*kept)
+
+
+def check_case(settings: Settings, kind: str, weights: dict[str, Tensor], reference: Reference) -> None:
+    trainer = Trainer(program(settings, *KINDS[kind], recompute=(1,)), weights, device="cpu")
+    replica = trainer.mesh.rank("dp")
+    first, second = (local_batch(batch, settings, replica) for batch in make_batches(2))
+
+    results = [trainer.step(first)]
+    gradients = trainer.gradients()
+    seen = watch_between_micro_batches(trainer)
+    with DataCollectives(trainer.mesh.group("data")) as counter:
+        results.append(trainer.step(second))
+
+    assert_parity(gradients, {n: reference.gradients[0][n] for n in gradients}, TOLERANCE, "gradients")
+    final = trainer.state_dict()
+    assert_parity(final, {n: reference.weights[n] for n in final}, TOLERANCE, "weights")
+    for result, loss, norm in zip(results, reference.losses, reference.norms, strict=True):
+        assert result.loss == pytest.approx(loss, rel=TOLERANCE)
+        assert result.grad_norm == pytest.approx(norm, rel=TOLERANCE)
+
+    # Not of the gradients: the number of targets, and loss and norm where all ranks are replicas.
+    count = counter.counts - Counter({"all_reduce": 1 + (settings.world_size == settings.dp)})
+    units = sum(isinstance(m, FSDPModule) for m in trainer.model.modules())
+    assert dict(count) == expected_counts(settings, units)
+    whole = sum(p.numel() // (settings.tp if _tp_sharded(p) else 1) for p in trainer.parameters.values()) * 8
+    assert seen[1:] == [expected_resident(settings, whole)] * (settings.accumulation - 1)
+
+
+def _tp_sharded(p: Tensor) -> bool:
+    placements = getattr(p, "placements", ())
+    return bool(placements) and p.device_mesh.size(-1) > 1 and placements[-1].is_shard() and (  # type: ignore[attr-defined]
+        p.device_mesh.mesh_dim_names[-1] == "tp"  # type: ignore[attr-defined]
+    )
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_every_zero_stage_equals_one_process(pp: int, tp: int) -> None:
+    batches = make_batches(2)
+    models = {kind: original(*options) for kind, options in KINDS.items()}
+    references = {kind: reference_run(model, batches, torch.optim.AdamW) for kind, model in models.items()}
+    weights = {kind: weights_of(model) for kind, model in models.items()}
+
+    def rank_main(rank: int) -> None:
+        for zero, m, kind in itertools.product((0, 1, 2, 3), (1, 4), KINDS):
+            settings = make_settings(pp=pp, dp=2, tp=tp, zero=zero, micro_batches=m)
+            try:
+                check_case(settings, kind, weights[kind], references[kind])
+            except Exception as error:
+                raise AssertionError(f"zero={zero} micro_batches={m} {kind}") from error
+
+    run_ranks(pp * 2 * tp, rank_main, timeout=150)
