@@ -207,14 +207,20 @@ def _describe_failure(children: Sequence[_Child]) -> str:
     return "\n".join(lines)
 
 
+def _has_stack(child: _Child) -> bool:
+    return child.stack_file.exists() and child.stack_file.stat().st_size > 0
+
+
 def _describe_hang(children: Sequence[_Child], timeout: float) -> str:
     pending = [child for child in children if child.report is None]
     for child in pending:
         if child.process.pid is not None:
             os.kill(child.process.pid, signal.SIGUSR1)  # faulthandler writes where the rank is
-    time.sleep(_AFTERMATH_S)
+    deadline = time.monotonic() + 10 * _AFTERMATH_S
+    while time.monotonic() < deadline and not all(map(_has_stack, pending)):
+        time.sleep(0.02)
     ranks = ", ".join(str(child.rank) for child in pending)
-    stacks = [f"rank {child.rank}:\n{child.stack_file.read_text()}" for child in pending]
+    stacks = [f"rank {child.rank}:\n{child.stack_file.read_text()}" for child in pending if _has_stack(child)]
     return "\n".join([f"still running after {timeout:g} s: rank {ranks} of {len(children)}", *stacks])
 
 

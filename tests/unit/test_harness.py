@@ -4,6 +4,7 @@ import math
 import os
 import signal
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ def test_first_failure_is_raised_with_its_traceback_and_rank() -> None:
     start = time.monotonic()
     with pytest.raises(RankError, match=r"(?s)^rank 1 of 3 failed:.*in fn.*ValueError: broken on purpose"):
         run_ranks(3, fn)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 30
 
 
 def test_a_rank_that_dies_is_named_before_those_that_heard_of_it() -> None:
@@ -69,8 +70,8 @@ def test_a_hang_names_the_ranks_still_running_and_where() -> None:
         if rank != 1:
             time.sleep(60)
 
-    with pytest.raises(RankError, match=r"(?s)still running after 1 s: rank 0, 2 of 3.*stuck_here"):
-        run_ranks(3, stuck_here, timeout=1.0)
+    with pytest.raises(RankError, match=r"(?s)still running after 3 s: rank 0, 2 of 3.*stuck_here"):
+        run_ranks(3, stuck_here, timeout=3.0)
 
 
 def test_an_early_rank_waits_for_the_others_to_finish() -> None:
@@ -156,3 +157,12 @@ def test_reference_run_clips_and_leaves_the_model_as_it_is() -> None:
     norm = torch.cat([gradient.flatten() for gradient in first.values()]).norm().item()
     assert norm == pytest.approx(run.norms[0]) and norm > 0.1
     assert run.weights["weight"].dtype is torch.float64
+
+
+def test_a_golden_must_equal_its_file(golden: Callable[[str, str], None], update_goldens: bool) -> None:
+    golden("harness.txt", "a program, as text\n")
+    if not update_goldens:
+        with pytest.raises(AssertionError, match="--update-goldens"):
+            golden("harness.txt", "another program\n")
+        with pytest.raises(AssertionError, match="--update-goldens"):
+            golden("no-such-file.txt", "")
