@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.harness import assert_golden
+
 # Before all else: a child forked from a parent whose matmuls ran on several threads hangs in its first one.
 torch.set_num_threads(1)
 
@@ -22,16 +24,5 @@ def update_goldens(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture
 def golden(update_goldens: bool) -> Callable[[str, str], None]:
-    """`golden(name, text)` asserts that tests/golden/`name` holds `text`, or writes it with --update-goldens."""
-
-    def compare(name: str, text: str) -> None:
-        path = Path(__file__).parent / "golden" / name
-        if update_goldens:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-        held = path.read_text() if path.exists() else None
-        assert held == text, (
-            f"{name} has changed: if that is right, run pytest --update-goldens and read the diff"
-        )
-
-    return compare
+    """`golden(name, text)`: tests/golden/`name` holds `text`; with --update-goldens it is written there."""
+    return lambda name, text: assert_golden(Path(__file__).parent / "golden" / name, text, update_goldens)

@@ -37,6 +37,7 @@ from autopar.parity import raise_float32, relative_errors
 __all__ = [
     "RankError",
     "Reference",
+    "assert_golden",
     "assert_parity",
     "raise_float32",
     "reference_run",
@@ -240,6 +241,15 @@ def assert_parity(
     listing = "\n".join(f"  {error:9.2e}  {name}  {tuple(expected[name].shape)}" for name, error in worst)
     head = f"{len(wrong)} of {len(errors)} {what} differ by more than {tolerance:g}; worst:"
     raise AssertionError(f"{head}\n{listing}")
+
+
+def assert_golden(path: Path, text: str, update: bool) -> None:
+    """The file holds `text`; with `update` it is written first."""
+    if update:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    held = path.read_text() if path.exists() else None
+    assert held == text, f"{path.name} differs: if rightly so, run pytest --update-goldens and read the diff"
 
 
 @dataclass(frozen=True)

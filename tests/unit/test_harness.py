@@ -4,7 +4,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.parity import raise_float32, relative_errors
-from tests.harness import RankError, assert_parity, reference_run, run_ranks
+from tests.harness import RankError, assert_golden, assert_parity, reference_run, run_ranks
 
 
 def test_ranks_communicate_and_return_tensors() -> None:
@@ -159,10 +159,11 @@ def test_reference_run_clips_and_leaves_the_model_as_it_is() -> None:
     assert run.weights["weight"].dtype is torch.float64
 
 
-def test_a_golden_must_equal_its_file(golden: Callable[[str, str], None], update_goldens: bool) -> None:
-    golden("harness.txt", "a program, as text\n")
-    if not update_goldens:
-        with pytest.raises(AssertionError, match="--update-goldens"):
-            golden("harness.txt", "another program\n")
-        with pytest.raises(AssertionError, match="--update-goldens"):
-            golden("no-such-file.txt", "")
+def test_a_golden_must_equal_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "program.py"
+    with pytest.raises(AssertionError, match="--update-goldens"):
+        assert_golden(path, "a program\n", update=False)
+    assert_golden(path, "a program\n", update=True)
+    assert_golden(path, "a program\n", update=False)
+    with pytest.raises(AssertionError, match="--update-goldens"):
+        assert_golden(path, "another program\n", update=False)
