@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load as read_checkpoint
+from torch.distributed.checkpoint.state_dict_saver import save as write_checkpoint
 from torch.distributed.tensor import DTensor
 
 from .optimizer import Optimizer
@@ -36,11 +38,9 @@ def save(folder: Path, parameters: Parameters, optimizer: Optimizer, names: Name
         model |= names.join({n: full(parameters[n]) for n in parts})
         assert fused in model
     states = {
-        f"{names.original(n)}.{key}": value
-        for n in parameters
-        for key, value in optimizer.states(n).items()
+        f"{names.original(n)}.{key}": value for n in parameters for key, value in optimizer.states(n).items()
     }
-    dcp.save({"model": model, "optimizer": states, "step": torch.tensor(step)}, checkpoint_id=folder)
+    write_checkpoint({"model": model, "optimizer": states, "step": torch.tensor(step)}, checkpoint_id=folder)
 
 
 def load(folder: Path, parameters: Parameters, optimizer: Optimizer, names: Names) -> int:
@@ -48,13 +48,13 @@ def load(folder: Path, parameters: Parameters, optimizer: Optimizer, names: Name
 
     Every rank calls; each reads its own parts. Optimizer state that is not there starts anew.
     """
-    keys = set(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
+    keys = set(FileSystemReader(folder).read_metadata().state_dict_metadata)
     model = {names.original(n): p.detach() for n, p in parameters.items() if n not in names.parts}
     fused = names.fused(parameters)
     model |= {name: _joined_empty(name, parts, parameters, names) for name, parts in fused.items()}
     states = _empty_states(keys, parameters, names)
     step = torch.tensor(0)
-    dcp.load({"model": model, "optimizer": dict(states), "step": step}, checkpoint_id=folder)
+    read_checkpoint({"model": model, "optimizer": dict(states), "step": step}, checkpoint_id=folder)
     for name, parts in fused.items():
         _fill_parts(parts, model[name], parameters, names)
     for n in parameters:

@@ -35,7 +35,8 @@ class StandardLibrary:
 
     def __init__(self, sequence: int, labels: str = "next") -> None:
         root = Path(sysconfig.get_paths()["stdlib"])
-        files = sorted(p for p in root.rglob("*.py") if not {"site-packages", "dist-packages", "test"} & set(p.parts))
+        elsewhere = {"site-packages", "dist-packages", "test"}
+        files = sorted(path for path in root.rglob("*.py") if not elsewhere & set(path.parts))
         corpus = bytearray(b"".join(path.read_bytes() for path in files))
         self._bytes = torch.frombuffer(corpus, dtype=torch.uint8)
         self._sequence, self._shift = sequence, 1 if labels == "next" else 0
@@ -63,7 +64,7 @@ def load_dataset(name: str | None, settings: Settings) -> Dataset:
         return StandardLibrary(settings.sequence, settings.labels)
     module, _, function = name.partition(":")
     if not function:
-        raise ValueError(f"--data {name}: write it as module:function, a function that returns a map-style dataset")
+        raise ValueError(f"--data {name}: write module:function, which returns a map-style dataset")
     sys.path.insert(0, str(Path.cwd()))
     dataset: Dataset = getattr(importlib.import_module(module), function)()
     return dataset

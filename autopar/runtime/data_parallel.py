@@ -34,12 +34,10 @@ class DataParallel(Protocol):
         """Called before the backward of each micro-batch; `last` of the step's."""
 
     def after_backward(self) -> None:
-        """Called once a step, after the last backward: then every gradient is the global one, or its shard."""
+        """Called once a step, after the last backward; then each gradient is the global one, or its shard."""
 
 
-def distribute(
-    model: nn.Module, layers: Sequence[str], value: Value, mesh: Mesh
-) -> DataParallel:
+def distribute(model: nn.Module, layers: Sequence[str], value: Value, mesh: Mesh) -> DataParallel:
     """Give a model on the meta device its values and lay its parameters out over the data axis.
 
     `layers`: paths of the ModuleDicts whose members are units. One unit at a time is whole in memory.
@@ -77,13 +75,14 @@ class Replicated:
             all_reduce_buckets([local_part(p.grad) for p in parameters], self._mesh.group("data"))
 
     def _sum_partial(self, parameters: Sequence[nn.Parameter]) -> None:
-        """The gradients of replicated parameters used in sharded work, once a step rather than at each use."""
+        """Gradients of replicated parameters used in sharded work: once a step rather than at each use."""
         partial = [p for p in parameters if isinstance(p.grad, DTensor) and p.grad.placements[0].is_partial()]
         if not partial:
             return
         all_reduce_buckets([local_part(p.grad) for p in partial], self._mesh.group("tp"))
         for p in partial:
-            p.grad = DTensor.from_local(local_part(p.grad), self._mesh.axes["tp"], [Replicate()], run_check=False)
+            grad = local_part(p.grad)
+            p.grad = DTensor.from_local(grad, self._mesh.axes["tp"], [Replicate()], run_check=False)
 
 
 class Sharded:
@@ -112,7 +111,8 @@ def _shard(unit: nn.Module, mesh: Mesh) -> None:
         reduce_dtype=torch.float32 if bf16 else None,
         cast_forward_inputs=False,
     )
-    fully_shard(unit, mesh=mesh.fully_shard_mesh, reshard_after_forward=mesh.settings.zero == 3, mp_policy=policy)
+    free_early = mesh.settings.zero == 3
+    fully_shard(unit, mesh=mesh.fully_shard_mesh, reshard_after_forward=free_early, mp_policy=policy)
     # Losses are shares of the global mean, so gradients are summed. Sum first: gloo has no scaled reduction.
     # These two are not recursive, hence set on every unit.
     assert isinstance(unit, FSDPModule)
@@ -141,7 +141,8 @@ def all_reduce_buckets(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> N
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     bucket: list[Tensor] = []
     for t in tensors:
-        if bucket and (t.dtype != bucket[0].dtype or sum(b.numel() for b in bucket) + t.numel() > BUCKET_ELEMENTS):
+        full = sum(b.numel() for b in bucket) + t.numel() > BUCKET_ELEMENTS
+        if bucket and (full or t.dtype != bucket[0].dtype):
             yield bucket
             bucket = []
         bucket.append(t)

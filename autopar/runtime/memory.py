@@ -21,7 +21,7 @@ class LiveStorage(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._bytes = 0
         self.peak = 0

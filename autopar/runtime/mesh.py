@@ -1,4 +1,7 @@
-"""The device mesh: which rank is which stage, replica and shard. The current mesh is the runtime's only module state."""
+"""The device mesh: which rank is which stage, replica and shard.
+
+The current mesh is the runtime's only module state, as torch.distributed's default group is.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .settings import Settings
@@ -85,7 +89,8 @@ def _layout(settings: Settings) -> tuple[int, ...]:
 
 def _build(settings: Settings, device: torch.device) -> Mesh:
     pp, replicate, shard, tp, dp, cp = _layout(settings)
-    root = init_device_mesh(device.type, (pp, replicate, shard, tp), mesh_dim_names=("pp", "replicate", "shard", "tp"))
+    names = ("pp", "replicate", "shard", "tp")
+    root = init_device_mesh(device.type, (pp, replicate, shard, tp), mesh_dim_names=names)
     data = root["replicate"] if replicate > 1 else root["shard"]
     axes = {"pp": root["pp"], "data": data, "dp": data, "tp": root["tp"], "cp": root["replicate"]}
     if cp > 1:
@@ -110,15 +115,15 @@ def _init_process_group(device: torch.device) -> None:
     if "RANK" in os.environ:
         dist.init_process_group(backend)
     else:  # plain `python train.py` on one device
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
 
 
 def _check_world_size(settings: Settings) -> None:
     launched = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
     if launched != settings.world_size:
         raise ValueError(
-            f"this program was planned for {settings.world_size} processes (pp={settings.pp} × dp={settings.dp} × "
-            f"cp={settings.cp} × tp={settings.tp}) and was launched with {launched}: "
+            f"this program was planned for {settings.world_size} processes (pp={settings.pp} × "
+            f"dp={settings.dp} × cp={settings.cp} × tp={settings.tp}) and was launched with {launched}: "
             f"run `torchrun --nproc-per-node {settings.world_size} train.py` "
             "(nodes × processes per node on several nodes), or plan for another number of GPUs"
         )

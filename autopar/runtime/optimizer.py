@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from .data_parallel import all_reduce_buckets, local_part
 from .mesh import Mesh
 
+Parameters = Mapping[str, nn.Parameter]
 Groups = Sequence[tuple[Sequence[str], Mapping[str, Any]]]  # (parameter names, options over the defaults)
 
 
@@ -25,15 +26,16 @@ class Optimizer:
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], name: str, options: Mapping[str, Any], groups: Groups = ()
+        self, parameters: Parameters, name: str, options: Mapping[str, Any], groups: Groups = ()
     ) -> None:
         self._parameters = parameters
-        self._parts = {n: nn.Parameter(local_part(p.detach()), p.requires_grad) for n, p in parameters.items()}
+        self._parts = {n: _part(p) for n, p in parameters.items()}
         named = {n for names, _ in groups for n in names}
         layout = [*groups, ([n for n in parameters if n not in named], {})]
         # A group of which this stage has no parameter is kept: groups are the same on every rank.
         param_groups = [
-            {"params": [(n, self._parts[n]) for n in names if n in parameters], **over} for names, over in layout
+            {"params": [(n, self._parts[n]) for n in names if n in parameters], **options}
+            for names, options in layout
         ]
         self._optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(param_groups, **options)
 
@@ -52,7 +54,8 @@ class Optimizer:
         return {key: self._like(name, value) for key, value in own.items() if isinstance(value, Tensor)}
 
     def load_states(self, name: str, states: Mapping[str, Tensor]) -> None:
-        self._optimizer.state[self._parts[name]].update({key: local_part(value) for key, value in states.items()})
+        own = {key: local_part(value) for key, value in states.items()}
+        self._optimizer.state[self._parts[name]].update(own)
 
     def _like(self, name: str, value: Tensor) -> Tensor:
         p = self._parameters[name]
@@ -61,6 +64,10 @@ class Optimizer:
         return DTensor.from_local(
             value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
         )
+
+
+def _part(p: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(local_part(p.detach()), p.requires_grad)
 
 
 def square_sum(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Tensor:
@@ -98,7 +105,7 @@ class Tied:
     The copies start equal, and stay so: both get the sum of both gradients.
     """
 
-    def __init__(self, pairs: Sequence[tuple[str, str]], parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> None:
+    def __init__(self, pairs: Sequence[tuple[str, str]], parameters: Parameters, mesh: Mesh) -> None:
         self._copies: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
         self.aliases: set[str] = set()  # copies on this stage that another stage owns
         if not pairs or mesh.size("pp") == 1:
@@ -125,5 +132,6 @@ def _group_of_stages(stages: Sequence[int], mesh: Mesh) -> dist.ProcessGroup:
     if len(stages) == mesh.size("pp"):
         return mesh.group("pp")
     columns = mesh.root.mesh[list(stages)].flatten(1).T.tolist()
+    group: dist.ProcessGroup
     group, _ = dist.new_subgroups_by_enumeration(columns)
     return group

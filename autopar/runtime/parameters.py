@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from .mesh import current
 
+Shape = tuple[int, ...]
 Value = Callable[[str, torch.Size], Tensor]  # name, global shape → the whole tensor, on the CPU
 STORAGE_DTYPE = {"bf16": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -24,7 +25,7 @@ def chunk_range(size: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def parameter(
-    module: nn.Module, name: str, shape: tuple[int, ...], shard: int | None = None, dtype: torch.dtype | None = None
+    module: nn.Module, name: str, shape: Shape, shard: int | None = None, dtype: torch.dtype | None = None
 ) -> None:
     """Declare a parameter of global `shape`, sharded over tp on dim `shard` or replicated.
 
@@ -38,14 +39,14 @@ def parameter(
     owner.register_parameter(leaf, nn.Parameter(value))
 
 
-def buffer(module: nn.Module, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def buffer(module: nn.Module, name: str, shape: Shape, dtype: torch.dtype) -> None:
     """Declare a non-persistent buffer, whole on every rank and in its own dtype whatever the precision."""
     owner, leaf = _owner(module, name)
     owner.register_buffer(leaf, torch.empty(shape, dtype=dtype, device="meta"), persistent=False)
 
 
-def tie(module: nn.Module, alias: str, original: str, shape: tuple[int, ...], shard: int | None = None) -> None:
-    """Make `alias` the same parameter as `original` where this stage has it, else a copy that is kept equal."""
+def tie(module: nn.Module, alias: str, original: str, shape: Shape, shard: int | None = None) -> None:
+    """Make `alias` the same parameter as `original` where this stage has it, else a copy kept equal."""
     tied = dict(module.named_parameters(remove_duplicate=False)).get(original)
     if tied is None:
         parameter(module, alias, shape, shard)
@@ -67,7 +68,7 @@ def summed(p: Tensor) -> Tensor:
 def materialise(module: nn.Module, prefix: str, value: Value) -> None:
     """Replace what is still on the meta device in `module` by values, tensors shared under two names once.
 
-    `value(name, shape)` is the whole tensor of a name; `prefix` is the path of `module` in the model, with its dot.
+    `value(name, shape)` is the whole tensor of a name; `prefix` is the path of `module` in the model.
     """
     made: dict[int, nn.Parameter] = {}
     for path, owner in module.named_modules(prefix=prefix.rstrip(".")):
@@ -75,7 +76,8 @@ def materialise(module: nn.Module, prefix: str, value: Value) -> None:
         for leaf, p in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
             if p.device.type == "meta":
                 if id(p) not in made:
-                    made[id(p)] = nn.Parameter(_filled(p, value(dot + leaf, p.shape)), requires_grad=p.requires_grad)
+                    filled = _filled(p, value(dot + leaf, p.shape))
+                    made[id(p)] = nn.Parameter(filled, requires_grad=p.requires_grad)
                 owner.register_parameter(leaf, made[id(p)])
         for leaf, b in list(owner.named_buffers(recurse=False)):
             if b.device.type == "meta":
@@ -86,14 +88,14 @@ def materialise(module: nn.Module, prefix: str, value: Value) -> None:
 def _filled(p: Tensor, value: Tensor) -> Tensor:
     """The whole `value` laid out as the meta parameter `p`."""
     if tuple(value.shape) != tuple(p.shape):
-        raise ValueError(f"a parameter of shape {tuple(p.shape)} was given values of shape {tuple(value.shape)}")
+        raise ValueError(f"a parameter of shape {tuple(p.shape)} was given values of {tuple(value.shape)}")
     if isinstance(p, DTensor):
         return _distribute(value, p.placements[0], p.dtype)
     return value.detach().to(device=current().device, dtype=p.dtype, copy=True)
 
 
 def _distribute(value: Tensor, placement: Placement, dtype: torch.dtype | None = None) -> DTensor:
-    """A DTensor over tp, each rank taking its part of a whole tensor that it already has: no communication."""
+    """A DTensor over tp; each rank takes its part of a whole tensor that it has: no communication."""
     mesh = current()
     part = value.detach()
     if isinstance(placement, Shard):
@@ -102,7 +104,8 @@ def _distribute(value: Tensor, placement: Placement, dtype: torch.dtype | None =
     device = part.device if part.is_meta else mesh.device
     part = part.to(device=device, dtype=dtype, memory_format=torch.contiguous_format, copy=True)
     stride = torch.empty(value.shape, device="meta").stride()
-    return DTensor.from_local(part, mesh.axes["tp"], [placement], run_check=False, shape=value.shape, stride=stride)
+    tp = mesh.axes["tp"]
+    return DTensor.from_local(part, tp, [placement], run_check=False, shape=value.shape, stride=stride)
 
 
 def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -115,3 +118,10 @@ def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
             module.add_module(part, child)
         module = child
     return module, leaf
+
+
+def submodule(module: nn.Module, path: str, child: nn.Module) -> None:
+    """Put `child` at a dotted path, unless it is there already (a layer object that the model uses twice)."""
+    owner, leaf = _owner(module, path)
+    if not hasattr(owner, leaf):
+        owner.add_module(leaf, child)

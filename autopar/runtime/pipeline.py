@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from .data_parallel import DataParallel
 from .mesh import Mesh
 
 Batch = Mapping[str, Tensor]
-Run = Callable[[Batch], Tensor]  # a step's local batch → this rank's share of the loss; gradients are left in .grad
+Run = Callable[[Batch], Tensor]  # a step's local batch → this rank's share of the loss; leaves gradients
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
 
@@ -33,7 +33,7 @@ def _accumulate(model: nn.Module, data_parallel: DataParallel, batch: Batch, mic
     for i in range(micro_batches):
         loss: Tensor = model(**{name: parts[i] for name, parts in chunks.items()})
         data_parallel.before_backward(last=i == micro_batches - 1)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         losses.append(loss.detach())
     return torch.stack(losses).sum()
 
@@ -51,12 +51,14 @@ def _pipeline(model: nn.Module, data_parallel: DataParallel, mesh: Mesh) -> Run:
     )
     stage.data_parallel = data_parallel
     # The last stage's output is the loss already; gradients are summed, not averaged over micro-batches.
-    schedule = SCHEDULES[settings.schedule](stage, settings.accumulation, loss_fn=lambda loss, _: loss, scale_grads=False)
+    schedule = SCHEDULES[settings.schedule](
+        stage, settings.accumulation, loss_fn=lambda loss, _: loss, scale_grads=False
+    )
 
     def run(batch: Batch) -> Tensor:
         losses: list[Tensor] = []
         unused_target = torch.empty(settings.accumulation)
-        schedule.step(**batch, target=unused_target, losses=losses, return_outputs=False)
+        schedule.step(target=unused_target, losses=losses, return_outputs=False, **dict[str, Any](batch))
         zero = torch.zeros((), device=mesh.device)
         return torch.stack([loss.detach() for loss in losses]).sum() if stage.is_last else zero
 
@@ -89,11 +91,13 @@ class _Submodule(nn.Module):
 
 def _examples(model: nn.Module, stage: int, mesh: Mesh) -> tuple[Tensor, ...]:
     """What `stage` sends on, on the meta device: static shapes, as torch's inference would run a forward."""
-    between: Callable[[int, int, int], tuple[tuple[tuple[int, ...], torch.dtype], ...]] = model.between_stages  # type: ignore[assignment]
-    sent = between(stage, mesh.settings.micro_batch, mesh.settings.sequence)
+    between_stages: Any = model.between_stages
+    sent: Sequence[tuple[Sequence[int], torch.dtype]]
+    sent = between_stages(stage, mesh.settings.micro_batch, mesh.settings.sequence)
     # Without requires_grad no gradient would be sent back.
     return tuple(
-        torch.empty(shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point) for shape, dtype in sent
+        torch.empty(shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)
+        for shape, dtype in sent
     )
 
 

@@ -1,10 +1,12 @@
-"""Dropout whose masks agree where a tensor is replicated, differ where it is sharded, and replay under recompute.
+"""Dropout: masks agree where a tensor is replicated, differ where it is sharded, and replay under recompute.
 
 Each use draws a seed from the default CPU generator, which `torch.utils.checkpoint` restores before it runs a
 forward again. That generator is seeded alike on the ranks of cp and tp, differently over pp and dp.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -43,8 +45,8 @@ def attention(
     training: bool = True,
     shards: tuple[str, ...] = (),
 ) -> Tensor:
-    """F.scaled_dot_product_attention on [batch, heads, sequence, head] tensors, its dropout seeded as `dropout`'s."""
-    options = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    """F.scaled_dot_product_attention, its dropout seeded as that of `dropout`."""
+    options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     if dropout_p == 0 or not training:
         return F.scaled_dot_product_attention(q, k, v, attn_mask, 0.0, **options)
     seed = _draw_seed(shards)

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ from .weights import Names, read_weights
 
 @dataclass(frozen=True)
 class StepResult:
-    """loss: mean over the targets of the whole global batch. grad_norm: of the whole model, before clipping."""
+    """loss: mean over the targets of the global batch. grad_norm: of the whole model, before clipping."""
 
     loss: float
     grad_norm: float
@@ -67,7 +66,7 @@ class Trainer:
         self.optimizer = Optimizer(self.parameters, settings.optimizer, options, groups)
         self._run = make_run(self.model, self.data_parallel, self.mesh)
         self._count_targets = program.count_targets
-        if resume:
+        if isinstance(weights, Path) and resume:
             self.load(weights)
 
     def step(self, batch: Batch) -> StepResult:

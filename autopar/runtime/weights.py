@@ -13,7 +13,8 @@ from torch import Tensor
 
 from .parameters import Value
 
-RANDOM_OPS = {"normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_", "random_"}
+WEIGHTS = "weights.pt"
+RANDOM_OPS = ("normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "random_")
 Part = tuple[str, int, int, int]  # (original name, dim, start, length)
 
 
@@ -66,8 +67,9 @@ def read_weights(weights: Path | Mapping[str, Tensor], program: Path, seed: int)
 
     The program's folder may hold weights.pt (buffers at least), and init.json for what has no weights.
     """
-    own = _read_tensors(program)
-    tensors = {**own, **(weights if isinstance(weights, Mapping) else _read_tensors(weights))}
+    if isinstance(weights, Path) and weights != program and not (weights / WEIGHTS).exists():
+        raise ValueError(f"{weights} holds neither {WEIGHTS} nor a checkpoint of --save")
+    tensors = {**_read_tensors(program), **(weights if isinstance(weights, Mapping) else _read_tensors(weights))}
     recipes = json.loads((program / "init.json").read_text()) if (program / "init.json").exists() else {}
 
     def value(name: str, shape: torch.Size) -> Tensor:
@@ -75,14 +77,14 @@ def read_weights(weights: Path | Mapping[str, Tensor], program: Path, seed: int)
             return tensors[name]
         if name in recipes and weights == program:
             return draw(recipes[name], shape, seed, name)
-        where = "the given tensors" if isinstance(weights, Mapping) else f"{weights}/weights.pt"
+        where = "the given tensors" if isinstance(weights, Mapping) else f"{weights}/{WEIGHTS}"
         raise ValueError(f"no values for {name!r} in {where}: give --init a folder that has them")
 
     return value
 
 
 def draw(recipe: Iterable[list[object]], shape: torch.Size, seed: int, name: str) -> Tensor:
-    """A whole tensor by recorded in-place ops. The seed is the name's own: the same values under every plan."""
+    """A whole tensor by recorded in-place ops, seeded by its name: the same values under every plan."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
     tensor = torch.empty(shape, dtype=torch.float32)
@@ -93,7 +95,7 @@ def draw(recipe: Iterable[list[object]], shape: torch.Size, seed: int, name: str
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    path = folder / "weights.pt"
+    path = folder / WEIGHTS
     if not path.exists():
         return {}
     tensors: dict[str, Tensor] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)

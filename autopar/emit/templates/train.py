@@ -1,0 +1,68 @@
+"""Trains the model of model.py by its plan; README.md says how to launch it.
+
+torchrun --nproc-per-node <processes> train.py --steps 100 --log train.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import model
+from runtime.data import Loader, load_dataset
+from runtime.mesh import destroy_mesh
+from runtime.metrics import Meter
+from runtime.trainer import Trainer
+from torch.distributed.elastic.multiprocessing.errors import record
+
+HERE = Path(__file__).resolve().parent
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--steps", type=int, default=100, help="optimizer steps of this run")
+    add("--lr", type=float, help="learning rate, constant (default: the plan's)")
+    add("--seed", type=int, default=0, help="of initialisation, dropout and the order of the data")
+    add("--clip", type=float, help="largest total gradient norm (default: no clipping)")
+    add(
+        "--data",
+        metavar="MODULE:FUNCTION",
+        help="gives a map-style dataset of dicts (default: Python's source)",
+    )
+    add("--no-shuffle", action="store_true", help="step k trains on samples k·B … (k+1)·B−1")
+    add("--log", type=Path, metavar="FILE", help="append a JSON line a step")
+    add(
+        "--init",
+        type=Path,
+        metavar="DIR",
+        default=HERE,
+        help="start from weights.pt in DIR, or resume a --save",
+    )
+    add("--save", type=Path, metavar="DIR", help="write a torch.distributed.checkpoint at the end")
+    add("--measure-memory", action="store_true", help="on a CPU, count live storage (slow)")
+    return parser.parse_args()
+
+
+@record  # torchrun then shows the traceback of the rank that failed first
+def main() -> None:
+    args = parse_arguments()
+    meter = Meter(args.log, args.measure_memory)
+    with meter.counting():
+        trainer = Trainer(model, args.init, seed=args.seed, lr=args.lr, clip=args.clip)
+        dataset = load_dataset(args.data, model.SETTINGS)
+        loader = Loader(dataset, trainer.mesh, shuffle=not args.no_shuffle, seed=args.seed)
+        for step in range(trainer.steps, trainer.steps + args.steps):
+            batch = loader.batch(step)
+            meter.start()
+            result = trainer.step(batch)
+            meter.stop(step, result, trainer.mesh)
+    if args.save:
+        trainer.save(args.save)
+    destroy_mesh()
+
+
+if __name__ == "__main__":
+    main()

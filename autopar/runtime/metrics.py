@@ -1,0 +1,91 @@
+"""What each step reports: a JSON line in a file, and a line of progress."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from .memory import LiveStorage
+from .mesh import Mesh
+from .trainer import StepResult
+
+
+class Meter:
+    """Times steps, measures their memory and writes them down on rank 0.
+
+    memory_bytes is the largest peak of any rank: the allocator's on a GPU; live storage on a CPU, and only
+    with `measure_memory`, for counting slows every op.
+    """
+
+    def __init__(self, log: Path | None, measure_memory: bool = False) -> None:
+        self._log, self._storage = log, LiveStorage() if measure_memory else None
+        self._start = 0.0
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Around all that allocates, from before the model is built."""
+        with self._storage or contextlib.nullcontext():
+            yield
+
+    def start(self) -> None:
+        if self._storage:
+            self._storage.reset()
+        elif torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        self._start = time.perf_counter()
+
+    def stop(self, step: int, result: StepResult, mesh: Mesh) -> None:
+        """Every rank calls, once `result` is a number: the device has done the step by then, or nearly."""
+        if mesh.device.type == "cuda":
+            torch.cuda.synchronize()
+        record = _record(step, result, time.perf_counter() - self._start, mesh)
+        record["memory_bytes"] = self._memory(mesh)
+        if dist.get_rank() == 0:
+            print(_progress(record), flush=True)
+            if self._log:
+                with self._log.open("a") as file:
+                    file.write(json.dumps(record) + "\n")
+
+    def _memory(self, mesh: Mesh) -> int | None:
+        if mesh.device.type != "cuda" and not self._storage:
+            return None
+        peak = self._storage.peak if self._storage else torch.cuda.max_memory_allocated()
+        largest = torch.tensor(peak, device=mesh.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return int(largest)
+
+
+def _record(step: int, result: StepResult, time_s: float, mesh: Mesh) -> dict[str, float | None]:
+    settings = mesh.settings
+    flops, peak_flops = settings.flops_per_step, settings.peak_flops
+    mfu = flops / (time_s * peak_flops * settings.world_size) if flops and peak_flops else None
+    return {
+        "step": step,
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "tokens_per_s": settings.global_batch * settings.sequence / time_s,
+        "mfu": mfu,
+        "memory_bytes": None,
+        "measured_step_s": time_s,
+        "predicted_step_s": settings.predicted_step_s,
+    }
+
+
+def _progress(record: dict[str, float | None]) -> str:
+    time_s, predicted = record["measured_step_s"] or 0.0, record["predicted_step_s"]
+    parts = [
+        f"step {record['step']}",
+        f"loss {record['loss']:.4f}",
+        f"grad norm {record['grad_norm']:.3f}",
+        f"{record['tokens_per_s']:,.0f} tokens/s",
+        f"MFU {record['mfu']:.1%}" if record["mfu"] is not None else "",
+        f"{record['memory_bytes'] / 2**30:.2f} GiB" if record["memory_bytes"] is not None else "",
+        f"{time_s:.3f} s" + (f" (predicted {predicted:.3f}, ×{time_s / predicted:.2f})" if predicted else ""),
+    ]
+    return " · ".join(part for part in parts if part)
