@@ -34,7 +34,7 @@ _ESTIMATED_LATENCY_S, _ESTIMATED_BYTES_PER_S = 200e-6, 1e9
 
 @dataclass(frozen=True)
 class CpuMeasurement:
-    """One thread of this machine: rates in FLOP/s and bytes/s, an all-reduce of two processes as alpha-beta."""
+    """One thread of this machine: FLOP/s and bytes/s; an all-reduce of two processes as alpha-beta."""
 
     matmul_flops: Mapping[str, float]
     copy_bytes_per_s: float

@@ -2,10 +2,10 @@
 
     ring:  T = base + inter_hops · l_inter + (steps − inter_hops) · l_intra + factor(n) · S / bandwidth
            steps and factor: all-reduce 2(n−1), 2(n−1)/n; all-gather and reduce-scatter n−1, (n−1)/n
-    tree (all-reduce only): latency grows with log₂ of the nodes instead: base + 2((g−1) l_intra + log₂N · l_inter)
+    tree (all-reduce only): the latency is base + 2((g−1) l_intra + log₂N · l_inter) instead
 
-n ranks in N nodes, g ranks a node. A group with g ranks a node uses g network cards, so its bandwidth between nodes is
-min(intra, g · inter) (COST_MODEL 2.2). Source: NCCL src/graph/tuning.cc, first form (one protocol).
+n ranks in N nodes, g ranks a node. A group with g ranks a node uses g network cards, so its bandwidth between
+nodes is min(intra, g · inter) (COST_MODEL 2.2). Source: NCCL src/graph/tuning.cc, first form (one protocol).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def axis_group(mesh: Mesh, axis: str, gpus_per_node: int) -> Group:
 def collective_time_s(collective: str, size_bytes: float, group: Group, hardware: Hardware) -> float:
     """Seconds of one collective on `size_bytes`, the whole (gathered) tensor; 0 for a group of one.
 
-    `all_to_all`: each rank holds 1/n of the tensor and keeps 1/n of that. `send` is one point-to-point message.
+    `all_to_all`: each rank holds 1/n of the tensor and keeps 1/n of that. `send` is one message.
     """
     n = group.ranks
     if n <= 1 or size_bytes <= 0:

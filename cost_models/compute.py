@@ -1,13 +1,14 @@
-"""Time of computing: a roofline per op, summed over a block, not below what the host needs to launch the ops.
+"""Time of computing: a roofline per op, summed over a block, at least what the host needs to launch it.
 
-T_op = (T_math^q + T_memory^q)^(1/q)       q = 4: a smooth maximum (COST_MODEL 2.1, first form: no tiles or waves)
-T_block = max(Σ T_op, launches · t_launch)  the host runs ahead, so its floor holds for the block, not for an op
+T_op = (T_math^q + T_memory^q)^(1/q)        q = 4, a smooth maximum (COST_MODEL 2.1; no tiles or waves yet)
+T_block = max(Σ T_op, launches · t_launch)  the host runs ahead: its floor holds for a block, not for an op
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import sympy
 
@@ -77,7 +78,7 @@ class BlockPrice:
 
 @dataclass(frozen=True)
 class ModelPrice:
-    """A model with numbers, at one micro-batch size (samples). `layers[i]` is the index in `classes` of layer i."""
+    """A model with numbers, at one micro-batch size (samples). `layers[i]` is layer i's index in `classes`."""
 
     model: ModelCosts
     micro_batch: int
@@ -87,7 +88,7 @@ class ModelPrice:
     epilogue: BlockPrice
     unsharded_flops: float  # forward, of one micro-batch of the original model
 
-    @property
+    @cached_property
     def work_s(self) -> float:
         """Forward and backward of one micro-batch through the whole model, without recompute."""
         return self.prologue.work_s + self.epilogue.work_s + sum(self.classes[c].work_s for c in self.layers)
@@ -101,7 +102,7 @@ class ModelPrice:
 
 @dataclass(frozen=True)
 class StageShape:
-    """What a stage is made of, all that its cost depends on: layers and recomputed layers of each class, ends."""
+    """What a stage is made of: layers and recomputed layers of each class, ends of the model."""
 
     counts: tuple[int, ...]
     recomputed: tuple[int, ...]
@@ -192,7 +193,7 @@ def price_block(
     precision: str,
     tp: Group,
 ) -> list[BlockPrice]:
-    """The block at each micro-batch size (samples); `sequence` in tokens, `tp` the ranks of its collectives."""
+    """The block at each micro-batch size (samples); `sequence` in tokens, `tp` the group of its collectives."""
     evaluate = _evaluator(layer)
     return [_price(layer, evaluate(b, sequence), hardware, precision, tp) for b in micro_batches]
 

@@ -103,7 +103,7 @@ class Cluster:
 
 
 def gpu(name: str, processes: int = 1) -> Hardware:
-    """The hardware entry of this name; for "cpu", this machine shared by `processes`. PlanError if unknown."""
+    """The entry of this name; for "cpu", this machine shared by `processes`. PlanError if unknown."""
     if name == "cpu":
         return _cpu(processes)
     table = _gpu_table()

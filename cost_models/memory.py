@@ -1,16 +1,16 @@
 """The memory ledger of one rank: what is resident, term by term, at the peak of a step.
 
-The states follow DESIGN §6's table, a function of (ZeRO stage, micro-batches m, precision). P parameters a rank, D data
-ranks, c bytes of the compute dtype, w of master weights and gradients (bf16: c=2, w=4; fp32: 4, 4; fp64: 8, 8):
+The states follow DESIGN §6's table, a function of (ZeRO stage, micro-batches m, precision). P parameters a rank,
+D data ranks, c bytes of the compute dtype, w of masters and gradients (bf16: c=2, w=4; fp32: 4, 4; fp64: 8, 8):
 
-    ZeRO  compute copy             master w, states   gradients                         gathered for a while
-    0     bf16 cP (else the master)  whole            whole                             –
-    1     cP                       1/D                whole if m > 1, else 1/D          –
-    2     cP                       1/D                1/D                               –
-    3     –                        1/D                1/D                               unit, next unit, root
+    ZeRO  compute copy               master w, states  gradients                   gathered for a while
+    0     bf16 cP (else the master)  whole             whole                       –
+    1     cP                         1/D               whole if m > 1, else 1/D    –
+    2     cP                         1/D               1/D                         –
+    3     –                          1/D               1/D                         unit, next unit, root
 
-Activations are held for every micro-batch in flight; torch.distributed.pipelining keeps a receive buffer for each
-micro-batch of a step, in both directions (stage.py `_create_act_recv_info`, `_create_grad_recv_info`).
+Activations are held for every micro-batch in flight; torch.distributed.pipelining keeps a receive buffer for
+each micro-batch of a step, both ways (stage.py `_create_act_recv_info`, `_create_grad_recv_info`).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class States:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """One stage: parameters a rank holds before data sharding, bytes of one micro-batch after recompute was chosen."""
+    """One stage: elements a rank holds before data sharding; bytes of one micro-batch, recompute chosen."""
 
     parameters: int
     root_parameters: int  # in no layer: embedding, final norm, head
@@ -81,8 +81,8 @@ class StageMemory:
 def stage_memory(price: ModelPrice, shape: StageShape, in_flight: int, receives_bytes: float) -> StageMemory:
     """The stage's parameters and activation bytes.
 
-    The peak is at the start of a backward pass: in the epilogue with its workspace, or in the first layer after
-    it, when what the epilogue saved is free again.
+    The peak is at the start of a backward pass: in the epilogue with its workspace, or in the first layer
+    after it, when what the epilogue saved is free again.
     """
     classes = zip(price.classes, shape.counts, shape.recomputed, strict=True)
     inner = [(block, count, again) for block, count, again in classes if count]
@@ -108,7 +108,7 @@ def stage_memory(price: ModelPrice, shape: StageShape, in_flight: int, receives_
 
 
 def again_bytes(block: BlockPrice, recomputed: bool) -> float:
-    """What a layer needs in backward beside what was kept: its workspace, and all it saves if it is recomputed."""
+    """What a layer needs in backward beside what was kept: workspace, and all it saves if recomputed."""
     return block.working_bytes + (block.saved_bytes if recomputed else 0.0)
 
 
@@ -163,7 +163,7 @@ def resident_bytes(states: States, parameters: int) -> Resident:
 
 
 def optimizer_state_bytes(optimizer: Optimizer, precision: str) -> int:
-    """Bytes a parameter of the optimizer's states: torch keeps them in the dtype of the (master) parameter."""
+    """Bytes a parameter of the optimizer's states, which torch keeps in the (master) parameter's dtype."""
     tensors = {
         "SGD": 1 if optimizer.kwargs.get("momentum", 0) else 0,
         "Adagrad": 1,

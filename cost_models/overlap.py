@@ -1,9 +1,9 @@
-"""Communication over the data axis, and how much of it hides behind computing. First form: no mutual slow-down.
+"""Communication over the data axis, and how much hides behind computing. First form: no mutual slow-down.
 
-gathers:   unit i's all-gather runs while unit i−1 computes (prefetch depth 1): exposed = the first unit's, plus
-           what each other one takes longer than the unit before it
-reductions: unit i's gradient is ready when its backward ends; they queue on one stream: exposed = what is left
-           after the last backward (an exact simulation over the units)
+gathers:    unit i's all-gather runs while unit i−1 computes (prefetch depth 1): exposed = the first one's,
+            plus what each other one takes longer than the unit before it
+reductions: unit i's gradient is ready when its backward ends; they queue on one stream: exposed = what is
+            left after the last backward (an exact simulation over the units)
 """
 
 from __future__ import annotations

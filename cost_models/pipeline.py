@@ -4,7 +4,7 @@ A schedule fixes the order on every rank, so the step is a max-plus recurrence:
 
     start[op] = max(end[previous op of the rank], end[op it depends on] + p2p),   end = start + duration
 
-Orders are those of torch.distributed.pipelining (ScheduleGPipe, Schedule1F1B); a test holds them against torch's own.
+Orders are those of torch.distributed.pipelining (ScheduleGPipe, Schedule1F1B); a test compares them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Op(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Seconds from the start of the step: `end_s[stage]` of the last backward, `busy_s[stage]` spent in ops."""
+    """Seconds from the step's start: `end_s[stage]` of the last backward, `busy_s[stage]` spent in ops."""
 
     end_s: Array
     busy_s: Array
@@ -52,7 +52,7 @@ def order(schedule: str, stage: int, stages: int, micro_batches: int) -> tuple[O
 
 
 def in_flight(schedule: str, stage: int, stages: int, micro_batches: int) -> int:
-    """The most micro-batches whose activations a stage holds at once: 1f1b min(m, stages − stage), gpipe m."""
+    """The most micro-batches whose activations a stage holds: gpipe m, 1f1b min(m, stages − stage)."""
     if schedule == "gpipe":
         return micro_batches
     return min(micro_batches, stages - stage)

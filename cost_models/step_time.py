@@ -1,9 +1,9 @@
-"""Time and memory of a whole training step under a plan: prices of blocks → stages → simulated pipeline → step.
+"""Time and memory of a training step under a plan: prices of blocks → stages → simulated pipeline → step.
 
-    step = pipeline (with data-axis communication that does not hide) + tied gradients + gradient norm and optimizer
+    step = pipeline (with the data-axis communication that does not hide) + tied gradients + norm and optimizer
 
-When data-axis collectives run, by ZeRO stage (DESIGN §6): 0 and 1 reduce in the last backward, 2 and 3 in each one;
-1 and 2 gather parameters in the first forward, 3 in every forward and every backward.
+When data-axis collectives run, by ZeRO stage (DESIGN §6): 0 and 1 reduce in the last backward, 2 and 3 in each
+one; 1 and 2 gather parameters in the first forward, 3 in every forward and every backward.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class StageLedger:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The prediction for one plan. `step` terms add up to `step_time_s`; `bubble` is a share of the pipeline's time."""
+    """The prediction for one plan. `step` adds up to `step_time_s`; `bubble` is a share of the pipeline's time."""
 
     step_time_s: float
     tokens_per_s_per_gpu: float
@@ -217,7 +217,8 @@ def pipeline_time(
     busy = (
         sum(map(sum, forward)) + sum(map(sum, backward)) + sum(comm.last_backward.exposed_s for comm in data)
     )
-    return max(ends), max(0.0, 1 - busy / (len(ends) * max(ends)))
+    idle = 1 - busy / (len(ends) * max(ends))
+    return max(ends), idle if len(ends) > 1 else 0.0
 
 
 def data_time(price: ModelPrice, shape: StageShape, setting: Setting) -> DataTime:
@@ -232,7 +233,7 @@ def data_time(price: ModelPrice, shape: StageShape, setting: Setting) -> DataTim
     backward_s = [unit.backward_s for unit in reversed(units)]
     reduce_s = [unit.reduce_s for unit in reversed(units)]
     if setting.zero == 3:
-        # One stream carries the next unit's gather and this one's reduction; the first gather has nothing to hide behind.
+        # One stream carries this unit's reduction and the next one's gather; the first gather is exposed.
         gather_s = [unit.gather_s for unit in reversed(units)]
         queue = [reduce + following for reduce, following in zip(reduce_s, [*gather_s[1:], 0.0], strict=True)]
         backward = reductions(backward_s, queue, share) + Overlap(gather_s[0] + sync_s)

@@ -163,6 +163,16 @@ class Fused:
     dim: int
 
 
+@dataclass(frozen=True)
+class Stage:
+    """A pipeline stage: its layers [start, stop), and the values it gets from and gives to its neighbours."""
+
+    start: int
+    stop: int
+    receives: tuple[str, ...] = ()
+    sends: tuple[str, ...] = ()
+
+
 # Names of the blocks that are not layers.
 MODEL, TABLES, PROLOGUE, EPILOGUE = "model", "tables", "prologue", "epilogue"
 
@@ -172,7 +182,8 @@ class Program:
     """A model as calls of blocks, with what lies outside them.
 
     name: class name of the model. tied: alias → original parameter name. fused: original name → parts.
-    sequence_range: lengths of `s` for which the trace holds. opaque: regions that could not be traced.
+    sequence_range: lengths of `s` for which the trace holds. stages and recompute (layer indices) are set by
+    the passes of the same names.
     """
 
     name: str
@@ -184,6 +195,8 @@ class Program:
     tied: dict[str, str] = field(default_factory=dict)
     fused: dict[str, Fused] = field(default_factory=dict)
     sequence_range: tuple[int, int] = (1, 1 << 30)
+    stages: tuple[Stage, ...] = ()
+    recompute: frozenset[int] = frozenset()
 
     def copy_blocks(self) -> Program:
         """The same program with blocks that a pass may change."""
@@ -191,6 +204,25 @@ class Program:
 
     def with_block(self, block: Block) -> Program:
         return replace(self, blocks={**self.blocks, block.name: block})
+
+    def stage_of_call(self, call: Call) -> range:
+        """The stages that make a call: one, or all of them for tables."""
+        if call.block == TABLES:
+            return range(len(self.stages))
+        if call.block in (PROLOGUE, EPILOGUE):
+            index = 0 if call.block == PROLOGUE else len(self.stages) - 1
+            return range(index, index + 1)
+        layer = self.layer_calls.index(call)
+        index = next(i for i, stage in enumerate(self.stages) if stage.start <= layer < stage.stop)
+        return range(index, index + 1)
+
+    def producer(self, value: str) -> tuple[Call, int]:
+        """The call that gives a value, and its place among the call's outputs."""
+        return next((c, c.outputs.index(value)) for c in self.calls if value in c.outputs)
+
+    def value_info(self, value: str) -> NodeInfo:
+        call, place = self.producer(value)
+        return info(self.blocks[call.block].results[place])
 
     @property
     def layer_calls(self) -> tuple[Call, ...]:

@@ -37,8 +37,7 @@ class StandardLibrary:
         root = Path(sysconfig.get_paths()["stdlib"])
         elsewhere = {"site-packages", "dist-packages", "test"}
         files = sorted(path for path in root.rglob("*.py") if not elsewhere & set(path.parts))
-        corpus = bytearray(b"".join(path.read_bytes() for path in files))
-        self._bytes = torch.frombuffer(corpus, dtype=torch.uint8)
+        self._bytes = b"".join(path.read_bytes() for path in files)
         self._sequence, self._shift = sequence, 1 if labels == "next" else 0
 
     def __len__(self) -> int:
@@ -46,7 +45,7 @@ class StandardLibrary:
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         first = index * self._sequence
-        window = self._bytes[first : first + self._sequence + 1].long()
+        window = torch.tensor(list(self._bytes[first : first + self._sequence + 1]))
         return {"input_ids": window[:-1], "labels": window[self._shift :][: self._sequence]}
 
 

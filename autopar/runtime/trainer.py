@@ -57,7 +57,7 @@ class Trainer:
         self.settings, self.clip, self.steps = settings, clip, 0
         self.names = Names(dict(program.TIED), getattr(program, "PARTS", {}))
         self.model: nn.Module = program.Model(self.mesh.rank("pp")).train()
-        values = read_weights(folder if resume else weights, folder, seed)
+        values = read_weights(folder if resume else weights, folder, seed, later=resume)
         self.data_parallel = distribute(self.model, program.LAYERS, self.names.value(values), self.mesh)
         self.parameters = dict(self.model.named_parameters())
         self.tied = Tied(program.TIED, self.parameters, self.mesh)

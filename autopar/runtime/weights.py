@@ -62,10 +62,11 @@ class Names:
         return found
 
 
-def read_weights(weights: Path | Mapping[str, Tensor], program: Path, seed: int) -> Value:
+def read_weights(weights: Path | Mapping[str, Tensor], program: Path, seed: int, later: bool = False) -> Value:
     """Values by the original names: given tensors or a folder with weights.pt, then the program's own folder.
 
-    The program's folder may hold weights.pt (buffers at least), and init.json for what has no weights.
+    The program's folder may hold weights.pt (buffers at least), and init.json for what has no weights. With
+    `later`, what has no values here is read afterwards. Raises ValueError where there are none.
     """
     if isinstance(weights, Path) and weights != program and not (weights / WEIGHTS).exists():
         raise ValueError(f"{weights} holds neither {WEIGHTS} nor a checkpoint of --save")
@@ -77,6 +78,8 @@ def read_weights(weights: Path | Mapping[str, Tensor], program: Path, seed: int)
             return tensors[name]
         if name in recipes and weights == program:
             return draw(recipes[name], shape, seed, name)
+        if later:
+            return torch.zeros(()).expand(shape)
         where = "the given tensors" if isinstance(weights, Mapping) else f"{weights}/{WEIGHTS}"
         raise ValueError(f"no values for {name!r} in {where}: give --init a folder that has them")
 

@@ -1,7 +1,7 @@
 """How many layers of each class to recompute: the cheapest set that fits, exactly.
 
-A bounded knapsack: recomputing one layer of class c costs time_c and frees bytes_c of every micro-batch in flight, but
-one recomputed layer at a time is whole again in backward, so the largest class recomputed sets the workspace.
+A bounded knapsack: recomputing one layer of class c costs time_c and frees bytes_c of every micro-batch in
+flight; but one recomputed layer at a time is whole again in backward, so the largest class sets the workspace.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The search over plans: exact, best first, pruned by lower bounds.
 
-For each choice (mesh, micro-batch, schedule, ZeRO) and each tp solution: stages by dynamic programming, where a stage
-costs its time with the cheapest recompute that fits; then the simulated step. Choices are taken in the order of a lower
-bound of their step, and left out once it says that they cannot win.
+For each choice (mesh, micro-batch, schedule, ZeRO) and each tp solution: stages by dynamic programming, where a
+stage costs its time with the cheapest recompute that fits; then the simulated step. Choices are taken in the
+order of a lower bound of their step, and left out once it says that they cannot win.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .stages import StageCosts, pinned_recompute, setting_for, split
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan with its prediction. The plan's solution has the name only; `model` says which costs it stands for."""
+    """A plan with its prediction. Its solution has a name only; `model` is the costs it stands for."""
 
     plan: Plan
     model: ModelCosts
@@ -70,19 +70,20 @@ def search(
     sequence: int,
     budget_bytes: float | None = None,
     precision: str = "bf16",
-    optimizer: Optimizer = Optimizer(),
-    pins: Pins = Pins(),
+    optimizer: Optimizer | None = None,
+    pins: Pins | None = None,
     illegal_tp: Mapping[int, str] | None = None,
     keep: int = 5,
 ) -> SearchResult:
-    """The fastest plans under the budget (default: the GPU's usable memory), at most one a mesh, `keep` in all.
+    """The fastest plans under the budget (default: the GPU's usable memory), one a mesh, `keep` in all.
 
-    models: tp → costs of each solution. PlanError for a request that is no plan, InfeasibleError if none fits.
+    models: tp → costs of each solution; illegal_tp: why other sizes have none. global_batch counts samples,
+    sequence tokens. PlanError for a request that is no plan, InfeasibleError if none fits.
     """
     started = time.perf_counter()
     hardware = cluster.hardware
     budget = hardware.memory_bytes if budget_bytes is None else budget_bytes
-    request = Request(global_batch, sequence, budget, precision, optimizer, pins)
+    request = Request(global_batch, sequence, budget, precision, optimizer or Optimizer(), pins or Pins())
     layers = len(next(iter(models.values()))[0].layers)
     space = enumerate_space(request, cluster, layers, models.keys(), illegal_tp or {})
     cases = _cases(space.choices, models, request, hardware)
@@ -113,7 +114,10 @@ def search(
 
 
 def _cases(
-    choices: Sequence[Choice], models: Mapping[int, Sequence[ModelCosts]], request: Request, hardware: Hardware
+    choices: Sequence[Choice],
+    models: Mapping[int, Sequence[ModelCosts]],
+    request: Request,
+    hardware: Hardware,
 ) -> list[_Case]:
     """Every choice with every solution, by ascending lower bound; among equals the earlier choice first."""
     sizes: dict[int, set[int]] = {}
@@ -123,7 +127,9 @@ def _cases(
         tp: [
             {
                 price.micro_batch: price
-                for price in price_model(model, sorted(sizes[tp]), request.sequence, hardware, request.precision)
+                for price in price_model(
+                    model, sorted(sizes[tp]), request.sequence, hardware, request.precision
+                )
             }
             for model in models[tp]
         ]
@@ -140,19 +146,23 @@ def _cases(
 def _bound_s(choice: Choice, work_s: float) -> float:
     """No step is shorter.
 
-    Stage k can start after one forward through the stages before it, and its last backward is followed by one through
-    them: T ≥ m·w_k + Σ_{i<k} w_i. Spread so that all pp of these are equal, the w_k add up to T·(1 − (1 − 1/m)^pp).
+    Stage k starts after one forward through the stages before it, and its last backward is followed by one
+    through them: T ≥ m·w_k + Σ_{i<k} w_i. Where all pp of these are equal, Σ w_k = T·(1 − (1 − 1/m)^pp).
     """
     return work_s / (1 - (1 - 1 / choice.micro_batches) ** choice.mesh.pp)
 
 
-def _solve(case: _Case, request: Request, hardware: Hardware, limit_s: float) -> tuple[Candidate | None, bool]:
-    """(the best plan of this case if it can be faster than `limit_s`, whether the case fits as far as it is known)."""
+def _solve(
+    case: _Case, request: Request, hardware: Hardware, limit_s: float
+) -> tuple[Candidate | None, bool]:
+    """(the best plan of this case if faster than `limit_s`, whether it may fit)."""
     choice, price = case.choice, case.price
     costs = StageCosts(choice, price, request, hardware, limit_s / choice.micro_batches)
-    ranges = split(len(price.layers), choice.mesh.pp, costs, costs.least_s)
+    if not costs.may_fit():
+        return None, False
+    ranges = split(len(price.layers), choice.mesh.pp, costs, costs.work_s, costs.limit_s, costs.grows)
     if ranges is None:
-        return None, costs.reached_limit
+        return None, limit_s < inf  # under a limit, None may mean too slow
     plan = Plan(
         mesh=choice.mesh,
         global_batch=request.global_batch,
@@ -247,7 +257,7 @@ def _least_memory(
 
 
 def gib(size_bytes: float) -> str:
-    """"71.2 GiB"; MiB below a tenth of one."""
+    """ "71.2 GiB"; MiB below a tenth of one."""
     if abs(size_bytes) < 2**30 / 10:
         return f"{size_bytes / 2**20:.1f} MiB"
     return f"{size_bytes / 2**30:.1f} GiB"

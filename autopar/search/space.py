@@ -1,4 +1,4 @@
-"""The space of plans: every legal choice of mesh, micro-batch, schedule and ZeRO stage, with reasons for the others."""
+"""The space of plans: legal choices of mesh, micro-batch, schedule and ZeRO stage; reasons for the others."""
 
 from __future__ import annotations
 
@@ -124,9 +124,13 @@ def check(request: Request, cluster: Cluster) -> None:
         way = f"use gpus={counts}"
         if len(sizes) == 1:
             way += f", or {next(iter(sizes))} one of {_listed(divisors(gpus))}"
-        raise PlanError(f"gpus={gpus} is not divisible by {text}{f' = {pinned}' if len(sizes) > 1 else ''}: {way}")
+        raise PlanError(
+            f"gpus={gpus} is not divisible by {text}{f' = {pinned}' if len(sizes) > 1 else ''}: {way}"
+        )
     if len(sizes) == 3 and pinned != gpus:
-        raise PlanError(f"{text} = {pinned} leaves {gpus - pinned} of gpus={gpus} idle: use gpus={pinned}, or free one")
+        raise PlanError(
+            f"{text} = {pinned} leaves {gpus - pinned} of gpus={gpus} idle: use gpus={pinned}, or free one"
+        )
     samples = (pins.dp or 1) * (pins.micro_batch or 1)
     if batch % samples:
         _refuse_batch(pins, batch, samples)
@@ -160,7 +164,9 @@ def _meshes(gpus: int, layers: int, tps: Collection[int]) -> Iterator[Mesh]:
 
 def _allowed(mesh: Mesh, request: Request) -> bool:
     pins = request.pins
-    return request.global_batch % mesh.dp == 0 and all(pins.allows(axis, mesh.size(axis)) for axis in ("pp", "dp", "tp"))
+    return request.global_batch % mesh.dp == 0 and all(
+        pins.allows(axis, mesh.size(axis)) for axis in ("pp", "dp", "tp")
+    )
 
 
 def _choices(mesh: Mesh, request: Request) -> Iterator[Choice]:

@@ -1,18 +1,19 @@
 """Stage boundaries by dynamic programming on the real costs of layers, ends of the model included.
 
-Two exact passes: the least possible time of the slowest stage, then, among the splits that reach it, the least possible
-memory of the fullest stage.
+Two exact passes: the least possible time of the slowest stage, then, among the splits that reach it, the least
+possible memory of the fullest stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
 from autopar.cost_models.compute import ModelPrice, StageShape, stage_shape, stage_time
 from autopar.cost_models.hardware import Hardware
-from autopar.cost_models.memory import activation_room_bytes, again_bytes, total_bytes
+from autopar.cost_models.memory import StageMemory, activation_room_bytes, again_bytes, total_bytes
 from autopar.cost_models.step_time import Setting, data_time, memory_of, stage_ledger
 
 from .recompute import ClassOption, cheapest
@@ -21,21 +22,30 @@ from .space import Choice, Request
 Ranges = tuple[tuple[int, int], ...]
 # (stage, start, stop) → (seconds, bytes) of layers [start, stop) as that stage; inf seconds where it does not fit.
 StageCost = Callable[[int, int, int], tuple[float, float]]
-# (start, stop) → seconds that the range takes at least.
-LowerBound = Callable[[int, int], float]
 
 _TIE = 1 + 1e-9
 
 
-def split(layers: int, stages: int, cost: StageCost, least_s: LowerBound | None = None) -> Ranges | None:
-    """Layers [0, layers) in `stages` ranges of at least one layer; None if no split fits.
+def split(
+    layers: int,
+    stages: int,
+    cost: StageCost,
+    work_s: Sequence[float] | None = None,
+    limit_s: float = inf,
+    grows: bool = False,
+) -> Ranges | None:
+    """Layers [0, layers) in `stages` ranges of at least one layer; None if no split fits within `limit_s`.
 
-    least_s: a lower bound of a range's seconds that grows with the range; it only saves work.
+    These only save time: work_s[n], seconds that the first n layers take at least (differences are bounds of ranges);
+    grows, a promise that a range that does not fit fits no better with more layers before it.
     """
     if layers < stages:
         return None
-    bound = least_s or (lambda start, stop: 0.0)
-    best = _bottleneck(layers, stages, lambda *at: cost(*at)[0], bound, inf)
+    least_s = work_s or [0.0] * (layers + 1)
+    # Any split bounds the best one from above; the even one is near it.
+    even = [(stage, layers * stage // stages, layers * (stage + 1) // stages) for stage in range(stages)]
+    even_s = max(cost(*at)[0] for at in even) * _TIE
+    best = _bottleneck(layers, stages, lambda *at: cost(*at)[0], least_s, min(limit_s, even_s), grows)
     if best is None:
         return None
     slowest_s = best[0] * _TIE
@@ -44,33 +54,38 @@ def split(layers: int, stages: int, cost: StageCost, least_s: LowerBound | None 
         time_s, size_bytes = cost(stage, start, stop)
         return size_bytes if time_s <= slowest_s else inf
 
-    least = _bottleneck(layers, stages, memory_bytes, bound, slowest_s)
+    least = _bottleneck(layers, stages, memory_bytes, least_s, slowest_s, grows)
     assert least is not None, "the split of the first pass qualifies"
     return least[1]
 
 
 def _bottleneck(
-    layers: int, stages: int, cost: Callable[[int, int, int], float], least_s: LowerBound, limit_s: float
+    layers: int,
+    stages: int,
+    cost: Callable[[int, int, int], float],
+    least_s: Sequence[float],
+    limit_s: float,
+    grows: bool,
 ) -> tuple[float, Ranges] | None:
     """The split whose largest cost is least: best[n] over splits of the first n layers in the stages so far.
 
-    Ranges whose bound exceeds `limit_s` are not asked for; nor, where the cost is a time (no limit), those whose bound
-    exceeds the best that is known.
+    Ranges that take more than `limit_s`, or leave too much for the stages to come, are not asked for.
     """
     best: list[float] = [0.0] + [inf] * layers
     cuts: list[list[int]] = []
     for stage in range(stages):
-        after = [inf] * (layers + 1)
-        cut = [-1] * (layers + 1)
-        last = layers - (stages - 1 - stage)  # leave a layer for each stage to come
-        for stop in [layers] if stage == stages - 1 else range(stage + 1, last + 1):
-            for start in range(stop - 1, stage - 1, -1):
-                if least_s(start, stop) > (limit_s if limit_s < inf else after[stop]):
-                    break
+        after, cut = [inf] * (layers + 1), [-1] * (layers + 1)
+        to_come = stages - 1 - stage
+        for stop in [layers] if to_come == 0 else range(stage + 1, layers - to_come + 1):
+            if to_come and least_s[layers] - least_s[stop] > limit_s * to_come:
+                continue
+            for start in range(stop - 1, max(stage, bisect_left(least_s, least_s[stop] - limit_s)) - 1, -1):
                 if best[start] < after[stop]:
-                    worst = max(best[start], cost(stage, start, stop))
-                    if worst < after[stop]:
-                        after[stop], cut[stop] = worst, start
+                    own = cost(stage, start, stop)
+                    if own == inf and grows:
+                        break
+                    if max(best[start], own) < after[stop]:
+                        after[stop], cut[stop] = max(best[start], own), start
         best, cuts = after, [*cuts, cut]
     return None if best[layers] == inf else (best[layers], _ranges(cuts, layers))
 
@@ -96,7 +111,7 @@ _TOO_MUCH = _StageCost(inf, inf, ())
 class StageCosts:
     """Time and memory of any range of layers as a stage, with the cheapest recompute that fits the budget.
 
-    `limit_s`: a stage slower than this cannot win; it is left out, and `reached_limit` says that this happened.
+    `limit_s`: a stage slower than this cannot win; it counts as one that does not fit.
     """
 
     def __init__(
@@ -105,10 +120,11 @@ class StageCosts:
         self.price = price
         self.request = request
         self.limit_s = limit_s
-        self.reached_limit = False
         self.setting = setting_for(choice, request, hardware)
+        # Receive buffers are the one part of a stage that its neighbours decide.
+        self.grows = len({block.output_bytes for block in price.classes}) == 1
         self._prefix = _prefix_counts(price)
-        self._work_s = _prefix_work(price)
+        self.work_s = _prefix_work(price)
         self._costs: dict[tuple[int, StageShape], _StageCost] = {}
         self._ranges: dict[tuple[int, int, int], _StageCost] = {}
 
@@ -131,13 +147,21 @@ class StageCosts:
                     chosen.append(layer)
         return tuple(chosen)
 
-    def least_s(self, start: int, stop: int) -> float:
-        """Seconds of the range without recompute and data-axis communication; inf above the limit."""
-        time_s = self._work_s[stop] - self._work_s[start]
-        if time_s > self.limit_s:
-            self.reached_limit = True
-            return inf
-        return time_s
+    def may_fit(self) -> bool:
+        """False if not even the average stage fits, everything recomputed: then some stage does not."""
+        price, stages = self.price, self.setting.mesh.pp
+        kept = sum(min(price.classes[c].input_bytes, price.classes[c].saved_bytes) for c in price.layers)
+        ends = price.prologue.saved_bytes + price.epilogue.saved_bytes
+        held = min(self.setting.in_flight(stage) for stage in range(stages))
+        average = StageMemory(price.parameters // stages, 0, 0, (kept + ends) / stages, 0.0, held)
+        room = activation_room_bytes(
+            average,
+            self.setting.states,
+            self.setting.hardware,
+            self.setting.mesh.world_size,
+            self.request.budget_bytes,
+        )
+        return self.request.pins.recompute is not None or held * average.saved_bytes <= room * _TIE
 
     def _shape(self, start: int, stop: int) -> StageShape:
         counts = tuple(b - a for a, b in zip(self._prefix[start], self._prefix[stop], strict=True))
@@ -148,6 +172,8 @@ class StageCosts:
 
     def _cost(self, stage: int, start: int, stop: int) -> _StageCost:
         at = (stage, start, stop)
+        if self.work_s[stop] - self.work_s[start] > self.limit_s:
+            return _TOO_MUCH
         if at not in self._ranges:
             # Ranges of the same contents cost the same: classes are few, layers many.
             shape = self._shape(start, stop)
@@ -168,7 +194,6 @@ class StageCosts:
         exposed_s = data.each_forward.exposed_s + data.each_backward.exposed_s
         time_s = stage_time(self.price, shape).total_s + exposed_s
         if time_s > self.limit_s:
-            self.reached_limit = True
             return _TOO_MUCH
         return _StageCost(time_s, size_bytes, counts)
 

@@ -31,6 +31,10 @@ from ..ir.graph import (
 )
 
 
+# The op that a module is named for; others in it carry their own name too.
+_MAIN_OPS = {"linear", "layer_norm", "rms_norm", "embedding", "scaled_dot_product_attention", "conv2d"}
+
+
 @dataclass
 class _Segment:
     """The ops of one call, in graph order, before they become a block."""
@@ -157,9 +161,11 @@ def _extract(
                 inputs.append(operand.name)
             mapping[operand] = set_info(graph.placeholder(_placeholder_name(operand, facts)), facts)
     for node in segment.nodes:
-        mapping[node] = graph.node_copy(node, lambda n: mapping[n])
-        facts = info(node)
-        set_info(mapping[node], replace(facts, module=_relative(facts.module, path)))
+        facts = replace(info(node), module=_relative(info(node).module, path))
+        args = fx.node.map_arg(node.args, lambda n: mapping[n])
+        kwargs = fx.node.map_arg(node.kwargs, lambda n: mapping[n])
+        new = graph.create_node(node.op, node.target, args, kwargs, name=_node_name(node, facts.module))
+        mapping[node] = set_info(new, facts)
     results = [n for n in segment.nodes if any(u not in own for u in n.users)]
     graph.output(tuple(mapping[n] for n in results))
     is_loss = any(u.op == "output" for n in results for u in n.users)
@@ -168,6 +174,13 @@ def _extract(
 
 def _placeholder_name(node: fx.Node, facts: NodeInfo) -> str:
     return facts.ref.replace(".", "_") if facts.role in (Role.PARAMETER, Role.BUFFER, Role.INPUT) else node.name
+
+
+def _node_name(node: fx.Node, module: str) -> str:
+    """A stable name for plans to refer to: the module's leaf for its main op, else leaf and op."""
+    leaf = module.rpartition(".")[2] or "root"
+    op = getattr(node.target, "overloadpacket", node.target).__name__
+    return leaf if op in _MAIN_OPS else f"{leaf}_{op}"
 
 
 def _relative(name: str, path: str) -> str:

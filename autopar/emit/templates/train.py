@@ -1,6 +1,7 @@
 """Trains the model of model.py by its plan; README.md says how to launch it.
 
-torchrun --nproc-per-node <processes> train.py --steps 100 --log train.jsonl
+torchrun --nproc-per-node <processes> -- train.py --steps 100 --log train.jsonl
+(The `--` keeps torchrun from taking `--log` for one of its own options.)
 """
 
 from __future__ import annotations

@@ -1,0 +1,46 @@
+"""The compiler: a traced program and a plan → a distributed program."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+
+from .ir.graph import B, Program, S
+from .ir.text import program_text
+from .passes import PASSES, Pass
+from .plan import Plan
+from .rules import Axis
+from .rules.verify import verify
+
+_TYPED_FROM, _CONVERTED_FROM = "shard_parameters", "insert_conversions"
+
+
+def compile_program(program: Program, plan: Plan) -> Program:
+    """Run PASSES in order, type-checking after each. With AUTOPAR_DUMP=dir each result is written there."""
+    axis = Axis(
+        "tp",
+        plan.mesh.tp,
+        sequence=True,
+        values={B: plan.micro_batch, S: plan.sequence},
+    )
+    done: set[str] = set()
+    for number, step in enumerate(PASSES, 1):
+        before, program = program, step.apply(program, plan)
+        done.add(step.name)
+        if _TYPED_FROM in done:
+            verify(program, axis, converted=_CONVERTED_FROM in done)
+        _dump(number, step, before, program)
+    return program
+
+
+def _dump(number: int, step: Pass, before: Program, after: Program) -> None:
+    folder = os.environ.get("AUTOPAR_DUMP")
+    if not folder:
+        return
+    counts = [Counter(str(node.target) for _, node in program.each_op()) for program in (before, after)]
+    added, removed = counts[1] - counts[0], counts[0] - counts[1]
+    difference = [f"+{n} {op}" for op, n in added.items()] + [f"-{n} {op}" for op, n in removed.items()]
+    text = f"# after {step.name}: {', '.join(difference) or 'ops unchanged'}\n\n{program_text(after)}"
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    (Path(folder) / f"{number:02d}_{step.name}.txt").write_text(text)

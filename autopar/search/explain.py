@@ -1,0 +1,202 @@
+"""What the search found, for people: plan table, ledger of each stage, what the runners-up lose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+
+from tabulate import tabulate
+
+from autopar.cost_models.step_time import Estimate, StageLedger
+from autopar.plan import Plan
+
+from .search import Candidate, SearchResult, gib
+
+_HEADERS = (
+    "#", "pp", "dp", "cp", "tp", "zero", "micro×acc", "schedule", "recompute", "step", "tokens/s/GPU", "MFU",
+    "peak GiB", "bubble", "sharded", "limited by",
+)  # fmt: skip
+_LEFT = {"schedule", "recompute", "limited by"}
+# Below this a line of a ledger says nothing.
+_SMALLEST_MS, _SMALLEST_BYTES = 5e-4, 2**10
+
+
+def plan_table(result: SearchResult, model_name: str, parameters: int) -> str:
+    """The table of DESIGN §1: a header line, a row a plan (best first), what was searched, notes."""
+    rows = [_row(number, candidate) for number, candidate in enumerate(result.best, start=1)]
+    align = ["left" if header in _LEFT else "right" for header in _HEADERS]
+    # The headers as a row: tabulate pads real ones to four spaces.
+    table = tabulate([list(_HEADERS), *rows], tablefmt="plain", colalign=align, disable_numparse=True)
+    body = "\n".join(f" {line}".rstrip() for line in table.splitlines())
+    notes = "".join(f"\n {note}" for note in result.notes)
+    return f"{header(result, model_name, parameters)}\n\n{body}\n {footer(result)}{notes}"
+
+
+def header(result: SearchResult, model_name: str, parameters: int) -> str:
+    """Model, machine, batch, precision, optimizer, budget."""
+    request = result.request
+    return " · ".join(
+        (
+            model_name,
+            f"{count_text(parameters)} parameters",
+            str(result.cluster),
+            f"{request.global_batch:,} × {request.sequence:,} tokens a step",
+            request.precision,
+            request.optimizer.name,
+            f"budget {gib(request.budget_bytes)} a GPU",
+        )
+    )
+
+
+def footer(result: SearchResult) -> str:
+    """How much was searched, what is not legal, how far to trust the figures."""
+    parts = [f"searched {result.searched:,} plans in {result.elapsed_s:.1f} s"]
+    if result.do_not_fit:
+        parts.append(f"{result.do_not_fit:,} do not fit")
+    if result.pruned:
+        parts.append(f"{result.pruned:,} cannot win")
+    if result.not_legal:
+        parts.append(f"not legal: {', '.join(result.not_legal)}")
+    parts.append(
+        "prediction level " + ("L1 (measured here)" if result.cluster.gpu == "cpu" else "L0 (datasheet)")
+    )
+    return " · ".join(parts)
+
+
+def explain(result: SearchResult, candidate: Candidate | None = None) -> str:
+    """Memory and time of each stage, side by side, the parts of a step, and why the runners-up lose."""
+    shown = candidate or result.chosen
+    parts = [_stage_text(number, stage, shown.estimate) for number, stage in enumerate(shown.estimate.stages)]
+    step = [(term.name, milliseconds(term.time_s)) for term in shown.estimate.step]
+    step.append(("step", milliseconds(shown.estimate.step_time_s)))
+    parts.append(_plain(step, ("one step", "ms")))
+    others = [other for other in result.best if other is not shown]
+    return "\n\n".join([*parts, "\n".join(why_not(other, shown) for other in others)]).rstrip()
+
+
+def why_not(other: Candidate, chosen: Candidate) -> str:
+    """One line: how much slower, and the parts of the step that grew most."""
+    longer = other.estimate.step_time_s / chosen.estimate.step_time_s - 1
+    ours, theirs = step_parts(chosen), step_parts(other)
+    changes = sorted(((theirs[name] - ours[name], name) for name in ours), reverse=True)
+    grown = [
+        f"{name} +{duration(delta)}"
+        for delta, name in changes[:2]
+        if delta > 0.005 * chosen.estimate.step_time_s
+    ]
+    why = ", ".join(grown) or "no single part stands out"
+    return f"why not {describe(other.plan)}: {longer:+.1%} step time: {why}"
+
+
+def step_parts(candidate: Candidate) -> dict[str, float]:
+    """Seconds of a step by cause: the slowest stage's micro-batches, the bubble, and what follows the pipeline."""
+    estimate = candidate.estimate
+    slowest = max(estimate.stages, key=lambda stage: stage.micro_batch_s)
+    parts = {term.name: term.time_s * candidate.plan.accumulation for term in slowest.time}
+    parts["bubble"] = estimate.step[0].time_s - sum(parts.values())
+    parts["optimizer"] = sum(term.time_s for term in estimate.step[1:])
+    return parts
+
+
+def describe(plan: Plan) -> str:
+    """The choices of a plan in one phrase: pp2·dp8·tp4, zero 1, 1 × 64 1f1b, recompute none."""
+    schedule = f" {plan.schedule}" if plan.schedule != "none" else ""
+    batches = f"{plan.micro_batch} × {plan.accumulation}{schedule}"
+    return f"{plan.mesh}, zero {plan.zero}, {batches}, recompute {recompute_text(plan)}"
+
+
+def recompute_text(plan: Plan) -> str:
+    """ "none", "full", or how many layers."""
+    layers, chosen = plan.stages[-1][1], len(plan.recompute)
+    if chosen in (0, layers):
+        return "full" if chosen else "none"
+    return f"{chosen} of {layers} layers"
+
+
+def _row(number: int, candidate: Candidate) -> list[str]:
+    plan, estimate = candidate.plan, candidate.estimate
+    return [
+        str(number),
+        *(str(plan.mesh.size(axis)) for axis in ("pp", "dp", "cp", "tp")),
+        str(plan.zero),
+        f"{plan.micro_batch} × {plan.accumulation}",
+        plan.schedule if plan.schedule != "none" else "–",
+        recompute_text(plan),
+        duration(estimate.step_time_s),
+        _rate(estimate.tokens_per_s_per_gpu),
+        f"{estimate.mfu:.1%}",
+        f"{estimate.peak_bytes / 2**30:.{1 if estimate.peak_bytes > 2**30 else 3}f}",
+        f"{estimate.bubble:.1%}" if plan.mesh.pp > 1 else "–",
+        f"{100 * candidate.model.sharded_fraction:.1f}".removesuffix(".0") + "%",
+        estimate.limited_by,
+    ]
+
+
+def _stage_text(number: int, stage: StageLedger, estimate: Estimate) -> str:
+    """Memory on the left, time of one micro-batch on the right."""
+    memory = [
+        (term.name, f"{term.size_bytes / 2**30:.3f}")
+        for term in stage.memory
+        if term.size_bytes > _SMALLEST_BYTES
+    ]
+    memory.append(("peak", f"{stage.peak_bytes / 2**30:.3f}"))
+    time = []
+    for term in stage.time:
+        hidden = f"(hidden {milliseconds(term.hidden_s)})" if term.hidden_s * 1e3 > _SMALLEST_MS else ""
+        if hidden or term.time_s * 1e3 > _SMALLEST_MS:
+            time.append((term.name, milliseconds(term.time_s), hidden))
+    time.append(("one micro-batch", milliseconds(stage.micro_batch_s), ""))
+    rows = [
+        [f"  {left[0]}" if left[0] else "", left[1], f"  {right[0]}" if right[0] else "", right[1], right[2]]
+        for left, right in zip_longest(memory, time, fillvalue=("", "", ""))
+    ]
+    return _plain(
+        rows, (_stage_name(number, stage, len(estimate.stages)), "GiB", "  time of one micro-batch", "ms", "")
+    )
+
+
+def _stage_name(number: int, stage: StageLedger, stages: int) -> str:
+    start, stop = stage.layers
+    parts = [f"layers {start}–{stop - 1}"]
+    parts += ["embedding"] if number == 0 else []
+    parts += ["head"] if number == stages - 1 else []
+    parts += [f"{stage.recomputed} recomputed"] if stage.recomputed else []
+    return f"stage {number} ({', '.join(parts)})"
+
+
+def _plain(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
+    align = ["left" if column % 2 == 0 else "right" for column in range(len(headers))]
+    text = tabulate(
+        rows,
+        headers=headers,
+        tablefmt="plain",
+        colalign=align,
+        disable_numparse=True,
+        preserve_whitespace=True,
+    )
+    return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+def duration(seconds: float) -> str:
+    """5.31 s, 812 ms, 340 µs."""
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.0f} ms" if seconds >= 1e-2 else f"{seconds * 1e6:.0f} µs"
+
+
+def milliseconds(seconds: float) -> str:
+    """Three digits after the point below ten milliseconds, one above."""
+    value = seconds * 1e3
+    return f"{value:,.1f}" if abs(value) >= 10 else f"{value:.3f}"
+
+
+def count_text(number: int) -> str:
+    """8.03 B, 124 M, 36,864."""
+    for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}" if unit == "M" else f"{number / size:.2f} {unit}"
+    return f"{number:,}"
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,0 +1,365 @@
+"""The intra-op search: one 0/1 program for the whole model on one mesh axis, solved by HiGHS.
+
+Variables
+    y[node, k]         node takes its k-th strategy (binary; placeholders that stand for the same
+                       parameter or value share theirs)
+    e[read, from, to]  the read of a value converts it from its placement to the one wanted
+    c[value, from, to] the conversion is made (paid once, however many readers)
+Minimise Σ count(block) · (strategy costs + conversion costs), subject to
+    Σ_k y[node, k] = 1
+    Σ_to   e[read, from, to] = Σ y[value, k with output from]
+    Σ_from e[read, from, to] = Σ y[reader, k with input to]
+    c[value, from, to] ≥ e[read, from, to]
+With the two flow equations only the y need be integer, and HiGHS closes a whole GPT in hundredths of a second.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+import sympy
+import torch
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import coo_array
+from torch import fx
+
+from ..cost_models.collectives import axis_group, collective_time_s
+from ..cost_models.compute import op_time_s
+from ..cost_models.describe import conversion_transfers, op_cost, op_transfers, parameter_transfers, tensor_bytes
+from ..cost_models.hardware import Hardware
+from ..cost_models.layer_costs import Transfer
+from ..errors import InfeasibleError
+from ..ir.graph import TABLES, B, Block, NodeInfo, Program, Role, S, info, node_inputs
+from ..mesh import Mesh
+from ..placement import GRAD_PARTIAL, PARTIAL, REPLICATE, Placement, Shard, Strategy, conversion
+from ..plan import Solution
+from ..rules import Axis, rule_of, strategies
+
+_LAUNCH_S = 5e-6  # one eager kernel
+_STATE_BYTES = 16  # a parameter with its gradient and Adam states (COST_MODEL 2.4)
+
+Unit = str  # the key of a decision: "block:node", or of the parameter or value that placeholders share
+
+
+class Costs(Protocol):
+    """What the objective is made of, in seconds a micro-batch."""
+
+    def strategy(self, node: fx.Node, strategy: Strategy) -> float: ...
+
+    def stored(self, facts: NodeInfo, placement: Placement) -> float: ...
+
+    def conversion(self, facts: NodeInfo, source: Placement, target: Placement) -> float: ...
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A restriction of the search: what values between layers and residual sums may be.
+
+    sequence: whether activations may be sharded along the sequence. hidden: the placement of values between
+    layers and of residual sums, or None for free. divide: the weight of every matmul is sharded if it can be.
+    """
+
+    name: str
+    sequence: bool
+    hidden: Placement | None
+    divide: bool
+
+
+MEGATRON = Layout("megatron", sequence=False, hidden=REPLICATE, divide=True)
+MEGATRON_SP = Layout("megatron-sp", sequence=True, hidden=Shard(1), divide=True)
+FREE = Layout("free", sequence=True, hidden=None, divide=False)
+
+
+def solve(program: Program, axis: Axis, costs: Costs, layout: Layout = FREE) -> Solution:
+    """The cheapest typing of the program on the axis; raises InfeasibleError where there is none."""
+    return _Search(program, axis, costs, layout).solution()
+
+
+@dataclass
+class _Search:
+    program: Program
+    axis: Axis
+    costs: Costs
+    layout: Layout
+    groups: dict[str, Unit] = field(default_factory=dict)
+    shared: dict[tuple[str, str], Unit] = field(default_factory=dict)
+    choices: dict[Unit, list[Strategy]] = field(default_factory=dict)
+    first: dict[Unit, int] = field(default_factory=dict)  # column of y[unit, 0]
+    objective: list[float] = field(default_factory=list)
+    integral: list[int] = field(default_factory=list)
+    rows: list[tuple[dict[int, float], float, float]] = field(default_factory=list)
+    conversions: dict[tuple[Unit, Placement, Placement, str], int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.groups = _value_groups(self.program)
+        self.shared = _shared_units(self.program, self.groups)
+
+    def solution(self) -> Solution:
+        blocks = [b for b in self.program.blocks.values() if self.program.count(b.name)]
+        for block in blocks:
+            for node in block.nodes:
+                self._decide(block, node)
+        for block in blocks:
+            for node in block.ops:
+                self._read(block, node)
+            self._return(block)
+        chosen = self._optimise()
+        strategies = {
+            block.name: {node.name: chosen[self._unit(block, node)] for node in block.nodes} for block in blocks
+        }
+        return Solution(self.axis.size, strategies, self.layout.name)
+
+    # variables
+
+    def _unit(self, block: Block, node: fx.Node) -> Unit:
+        return self.shared.get((block.name, node.name), f"{block.name}:{node.name}")
+
+    def _decide(self, block: Block, node: fx.Node) -> None:
+        unit = self._unit(block, node)
+        if unit in self.choices:
+            return
+        weight = self.program.count(block.name)
+        options = self._options(block, node)
+        self.choices[unit] = options
+        self.first[unit] = len(self.objective)
+        for rank, option in enumerate(options):
+            self._column(weight * self._cost(node, option) + 1e-12 * rank, integral=True)
+        self._row({self.first[unit] + k: 1.0 for k in range(len(options))}, 1.0, 1.0)
+
+    def _cost(self, node: fx.Node, option: Strategy) -> float:
+        if node.op == "placeholder":
+            return self.costs.stored(info(node), option.output) if info(node).role is Role.PARAMETER else 0.0
+        return self.costs.strategy(node, option)
+
+    def _options(self, block: Block, node: fx.Node) -> list[Strategy]:
+        facts = info(node)
+        if block.name == TABLES or facts.role in (Role.BUFFER, Role.INPUT):
+            return [Strategy((REPLICATE,) * len(node_inputs(node)), REPLICATE)]
+        if facts.role is Role.OP:
+            options = strategies(node, rule_of(node), self.axis)
+            if self.layout.hidden is not None and self._is_residual(block, node):
+                options = [o for o in options if o.output == self.layout.hidden]
+            if self.layout.divide and (divided := [o for o in options if _divides_weight(node, o)]):
+                return divided
+            return options
+        placements = [REPLICATE, *([GRAD_PARTIAL] if facts.requires_grad else [])]
+        placements += [Shard(d) for d, n in enumerate(facts.shape) if n != 1 and self.axis.offers([n])]
+        if facts.role is Role.VALUE:
+            if not facts.requires_grad:
+                placements = [REPLICATE]
+            elif self.layout.hidden is not None:
+                placements = [self.layout.hidden]
+            else:
+                placements.append(PARTIAL)
+        return [Strategy((), p) for p in placements]
+
+    def _is_residual(self, block: Block, node: fx.Node) -> bool:
+        """A sum of two activations shaped like the values between layers, not a bias."""
+        operands = [info(n) for n in node_inputs(node)]
+        hidden = {info(n).shape for n in block.placeholders(Role.VALUE) if info(n).requires_grad}
+        return (
+            node.target is torch.ops.aten.add.Tensor
+            and len(operands) == 2
+            and all(o.requires_grad and o.role is not Role.PARAMETER for o in operands)
+            and all(o.shape in hidden for o in operands)
+        )
+
+    # constraints
+
+    def _read(self, block: Block, node: fx.Node) -> None:
+        unit = self._unit(block, node)
+        for slot, value in enumerate(node_inputs(node)):
+            wanted: dict[Placement, list[int]] = defaultdict(list)
+            for k, option in enumerate(self.choices[unit]):
+                wanted[option.inputs[slot]].append(self.first[unit] + k)
+            self._flow(block, value, wanted)
+
+    def _return(self, block: Block) -> None:
+        """What a block returns has the placement that its readers in other blocks share; the loss is whole."""
+        call = self.program.call_of(block.name)
+        for i, value in enumerate(block.results):
+            wanted: dict[Placement, list[int]] = defaultdict(list)
+            if not call.outputs:
+                one = self._column(0.0)
+                self._row({one: 1.0}, 1.0, 1.0)
+                wanted[REPLICATE].append(one)
+            else:
+                unit = self.groups[call.outputs[i]]
+                for k, option in enumerate(self.choices[unit]):
+                    wanted[option.output].append(self.first[unit] + k)
+            self._flow(block, value, wanted)
+
+    def _flow(self, block: Block, value: fx.Node, wanted: Mapping[Placement, list[int]]) -> None:
+        unit = self._unit(block, value)
+        given: dict[Placement, list[int]] = defaultdict(list)
+        for k, option in enumerate(self.choices[unit]):
+            given[option.output].append(self.first[unit] + k)
+        leaving: dict[Placement, dict[int, float]] = {p: {} for p in given}
+        arriving: dict[Placement, dict[int, float]] = {p: {} for p in wanted}
+        for source in given:
+            for target in wanted:
+                if source != target and not legal_conversion(info(value), source, target, self.axis):
+                    continue
+                edge = self._column(0.0)
+                leaving[source][edge] = arriving[target][edge] = 1.0
+                if source != target:
+                    self._row({self._conversion(block, value, source, target): 1.0, edge: -1.0}, 0.0, np.inf)
+        for placement, edges in leaving.items():
+            self._row({**edges, **dict.fromkeys(given[placement], -1.0)}, 0.0, 0.0)
+        for placement, edges in arriving.items():
+            self._row({**edges, **dict.fromkeys(wanted[placement], -1.0)}, 0.0, 0.0)
+
+    def _conversion(self, block: Block, value: fx.Node, source: Placement, target: Placement) -> int:
+        key = (self._unit(block, value), source, target, block.name)
+        if key not in self.conversions:
+            cost = self.costs.conversion(info(value), source, target)
+            self.conversions[key] = self._column(self.program.count(block.name) * cost + 1e-11)
+        return self.conversions[key]
+
+    def _column(self, cost: float, integral: bool = False) -> int:
+        self.objective.append(cost)
+        self.integral.append(int(integral))
+        return len(self.objective) - 1
+
+    def _row(self, entries: dict[int, float], low: float, high: float) -> None:
+        self.rows.append((entries, low, high))
+
+    def _optimise(self) -> dict[Unit, Strategy]:
+        data = [(v, r, c) for r, (entries, _, _) in enumerate(self.rows) for c, v in entries.items()]
+        values, rows, columns = map(np.array, zip(*data, strict=True))
+        matrix = coo_array((values, (rows, columns)), shape=(len(self.rows), len(self.objective))).tocsr()
+        low, high = (np.array([row[i] for row in self.rows]) for i in (1, 2))
+        # Seconds are far below HiGHS's absolute tolerances: the objective is scaled to microseconds.
+        result = milp(
+            1e6 * np.array(self.objective),
+            constraints=LinearConstraint(matrix, low, high),
+            integrality=np.array(self.integral),
+            bounds=Bounds(0, 1),
+            options={"mip_rel_gap": 1e-9},
+        )
+        if result.x is None:
+            raise InfeasibleError(
+                f"no legal placement of {self.program.name} on {self.axis.name}={self.axis.size} "
+                f"with layout {self.layout.name}: {result.message}"
+            )
+        return {
+            unit: options[int(np.argmax(result.x[self.first[unit] : self.first[unit] + len(options)]))]
+            for unit, options in self.choices.items()
+        }
+
+
+def _divides_weight(node: fx.Node, option: Strategy) -> bool:
+    """A product with a parameter whose shard each rank holds, or attention over a share of the heads."""
+    kind = rule_of(node).kind
+    if kind == "attention":
+        return option.output.is_shard
+    if kind != "matmul":
+        return False
+    roles = [info(n).role for n in node_inputs(node)]
+    weights = [p for p, role in zip(option.inputs, roles, strict=True) if role is Role.PARAMETER]
+    return any(p.is_shard for p in weights or option.inputs)
+
+
+def legal_conversion(facts: NodeInfo, source: Placement, target: Placement, axis: Axis) -> bool:
+    """Whether a conversion exists and no collective runs along a dim whose shards differ in size."""
+    if conversion(source, target) is None:
+        return False
+    if PARTIAL in (source, target) and not facts.dtype.is_floating_point:
+        return False
+    if GRAD_PARTIAL in (source, target) and not facts.requires_grad:
+        return False
+    if source.is_shard and target.is_shard and source.dim == target.dim:
+        return False
+    return all(axis.even(facts.shape[p.dim]) for p in (source, target) if p.is_shard)
+
+
+def _shared_units(program: Program, groups: Mapping[str, Unit]) -> dict[tuple[str, str], Unit]:
+    """(block, placeholder) → the decision it shares: a tied parameter's, or a value's passed between blocks."""
+    shared: dict[tuple[str, str], Unit] = {}
+    for block in program.blocks.values():
+        if not program.count(block.name):
+            continue
+        call = program.call_of(block.name)
+        for node in block.placeholders():
+            facts = info(node)
+            if facts.role is Role.PARAMETER:
+                name = call.full_name(facts.ref)
+                if name in program.tied or name in program.tied.values():
+                    shared[block.name, node.name] = f"parameter:{program.tied.get(name, name)}"
+            elif facts.role is Role.VALUE:
+                shared[block.name, node.name] = groups[call.inputs[int(facts.ref)]]
+    return shared
+
+
+def _value_groups(program: Program) -> dict[str, Unit]:
+    """Value name → its group: values that meet at one placeholder, or leave one result, share a placement."""
+    parent: dict[str, str] = {}
+
+    def find(name: str) -> str:
+        while parent.setdefault(name, name) != name:
+            name = parent[name]
+        return name
+
+    meeting: dict[tuple[str, str, int], str] = {}
+    for call in program.calls:
+        for kind, names in (("in", call.inputs), ("out", call.outputs)):
+            for i, name in enumerate(names):
+                first = meeting.setdefault((call.block, kind, i), name)
+                parent[find(name)] = find(first)
+    return {name: f"value:{find(name)}" for name in list(parent)}
+
+
+@dataclass(frozen=True)
+class TimeCosts:
+    """Seconds on a machine: a roofline for ops, the collectives of conversions, at numbers for b and s.
+
+    accumulation: micro-batches a gradient sync, over which the reduction of a parameter's gradient is spread.
+    memory_s_per_byte: what a stored byte is worth: a micro-batch's time over the memory of a GPU, so that a
+    layout which takes all of the memory is worth as much as one that takes twice as long.
+    """
+
+    hardware: Hardware
+    precision: str
+    tp: int
+    values: Mapping[sympy.Symbol, int]
+    accumulation: int = 8
+    memory_s_per_byte: float = 1e-12
+
+    def strategy(self, node: fx.Node, strategy: Strategy) -> float:
+        cost = op_cost(node, strategy, rule_of(node), self.tp)
+        phases = ((cost.forward_flops, cost.forward_bytes), (cost.backward_flops, cost.backward_bytes))
+        time = sum(
+            op_time_s(cost.kind, self._number(flops), self._number(size), self.hardware, self.precision)
+            for flops, size in phases
+        )
+        saved = self._number(tensor_bytes(info(node))) / (self.tp if strategy.output.is_shard else 1)
+        return time + self._transfers(op_transfers(node, strategy)) + self.memory_s_per_byte * saved
+
+    def stored(self, facts: NodeInfo, placement: Placement) -> float:
+        elements = self._number(tensor_bytes(facts)) / facts.dtype.itemsize
+        size = _STATE_BYTES * elements / (self.tp if placement.is_shard else 1)
+        sync = self._transfers(parameter_transfers(facts, placement))
+        return sync / self.accumulation + self.memory_s_per_byte * size
+
+    def conversion(self, facts: NodeInfo, source: Placement, target: Placement) -> float:
+        # Even one that only slices or pads is a kernel each way.
+        return 2 * _LAUNCH_S + self._transfers(conversion_transfers(facts, source, target))
+
+    def _transfers(self, transfers: Iterable[Transfer]) -> float:
+        group = axis_group(Mesh(tp=self.tp), "tp", self.hardware.gpus_per_node)
+        return sum(
+            collective_time_s(t.collective, self._number(t.size_bytes), group, self.hardware) for t in transfers
+        )
+
+    def _number(self, size: sympy.Expr) -> float:
+        return _evaluate(size, self.values[B], self.values[S])
+
+
+@lru_cache(maxsize=1 << 16)
+def _evaluate(size: sympy.Expr, b: int, s: int) -> float:
+    return float(size.subs({B: b, S: s}))

@@ -1,0 +1,131 @@
+"""Insert `convert` wherever a value's placement is not the one its reader wants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import sympy
+import torch
+from torch import fx
+
+from autopar.ir.graph import Block, Program, Role, info, node_inputs, set_info
+from autopar.ir.ops import convert
+from autopar.placement import REPLICATE, Placement, Strategy
+from autopar.plan import Plan
+
+aten = torch.ops.aten
+
+# Ops with a size argument: its position among the arguments.
+_SIZED = {
+    aten.reshape.default: 1, aten.expand.default: 1, aten.zeros.default: 0, aten.ones.default: 0,
+    aten.full.default: 0, aten.empty.memory_format: 0, aten.new_ones.default: 1, aten.new_zeros.default: 1,
+    aten.new_full.default: 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class InsertConversions:
+    """One `convert` for each (value, wanted placement), shared by its readers; size arguments made local.
+
+    Requires: typed nodes. Ensures: every op reads operands in the placements of its strategy, and every
+    result of a block has the placement that its readers in other blocks expect.
+
+        y = linear(h, w)                 |   h_rp = convert(h, "R", "Rp", "tp")
+                                         |   y = linear(h_rp, w)
+        reshape(y, [b, s, 4, 16]): S(2)  |   reshape(y, [b, s, 2, 16])
+    """
+
+    name: ClassVar[str] = "insert_conversions"
+    axis: str = "tp"
+
+    def apply(self, program: Program, plan: Plan | None) -> Program:
+        assert plan is not None
+        program = program.copy_blocks()
+        for block in program.blocks.values():
+            made: dict[tuple[fx.Node, Placement], fx.Node] = {}
+            for node in block.ops:
+                strategy = info(node).strategy
+                assert strategy is not None
+                self._convert_operands(node, strategy, made)
+                if node.target in _SIZED:
+                    _localise(node, plan.mesh.tp)
+            self._convert_results(program, block, made)
+        return program
+
+    def _convert_operands(
+        self, node: fx.Node, strategy: Strategy, made: dict[tuple[fx.Node, Placement], fx.Node]
+    ) -> None:
+        wanted = iter(strategy.inputs)
+
+        def read(operand: fx.Node) -> fx.Node:
+            return self._as(operand, next(wanted), node, made)
+
+        node.args = _map_nodes(node.args, read)
+        node.kwargs = {key: _map_nodes(value, read) for key, value in node.kwargs.items()}
+
+    def _convert_results(
+        self, program: Program, block: Block, made: dict[tuple[fx.Node, Placement], fx.Node]
+    ) -> None:
+        results = tuple(
+            self._as(node, _expected(program, block, place), block.output, made)
+            for place, node in enumerate(block.results)
+        )
+        block.output.args = (results,)
+
+    def _as(
+        self,
+        value: fx.Node,
+        wanted: Placement,
+        reader: fx.Node,
+        made: dict[tuple[fx.Node, Placement], fx.Node],
+    ) -> fx.Node:
+        facts = info(value)
+        if facts.placement == wanted:
+            return value
+        if (value, wanted) not in made:
+            graph = value.graph
+            with graph.inserting_before(reader):
+                new = graph.call_function(convert, (value, str(facts.placement), str(wanted), self.axis))
+            made[value, wanted] = set_info(
+                new, replace(facts, role=Role.CONVERT, ref="", strategy=Strategy((facts.placement,), wanted))
+            )
+        return made[value, wanted]
+
+
+def _map_nodes(argument: Any, read: Callable[[fx.Node], fx.Node]) -> Any:
+    """The argument with each node replaced, in the order of `node_inputs`."""
+    if isinstance(argument, fx.Node):
+        return read(argument)
+    if isinstance(argument, tuple):
+        return tuple(_map_nodes(a, read) for a in argument)
+    if isinstance(argument, list):
+        return [_map_nodes(a, read) for a in argument]
+    return argument
+
+
+def _expected(program: Program, block: Block, place: int) -> Placement:
+    """The placement in which readers of a block's result take it; the loss is whole."""
+    if not program.count(block.name) or not program.call_of(block.name).outputs:
+        return REPLICATE
+    value = program.call_of(block.name).outputs[place]
+    for call in program.calls:
+        if value in call.inputs:
+            reader = program.blocks[call.block]
+            index = str(call.inputs.index(value))
+            return next(info(n).placement for n in reader.placeholders(Role.VALUE) if info(n).ref == index)
+    return info(block.results[place]).placement
+
+
+def _localise(node: fx.Node, tp: int) -> None:
+    """The size argument of an op whose result is sharded: that dim divided, or −1 where shards differ in size."""
+    facts, position = info(node), _SIZED[node.target]
+    if not facts.placement.is_shard or not node_inputs(node) and position:
+        return
+    shape: list[Any] = list(facts.shape)
+    dim = facts.placement.dim
+    size = shape[dim]
+    even = size.free_symbols or int(size) % tp == 0
+    shape[dim] = size / tp if even else sympy.Integer(-1)
+    node.update_arg(position, shape)

@@ -1,0 +1,41 @@
+"""Type every node and parameter as the plan's solution says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from autopar.errors import PlanError
+from autopar.ir.graph import Program, node_inputs, update_info
+from autopar.placement import REPLICATE, Strategy
+from autopar.plan import Plan
+
+
+@dataclass(frozen=True)
+class ShardParameters:
+    """Write the plan's strategies into the nodes; a parameter's output is its stored placement.
+
+    Requires: a program whose node names are the plan's. Ensures: every node has a strategy.
+
+        w: parameter [256, 64]   |   w: parameter [256, 64], Shard(0)@tp
+    """
+
+    name: ClassVar[str] = "shard_parameters"
+
+    def apply(self, program: Program, plan: Plan | None) -> Program:
+        assert plan is not None
+        program = program.copy_blocks()
+        for block in program.blocks.values():
+            chosen = plan.solution.strategies.get(block.name, {})
+            replicated = plan.mesh.tp == 1 or not program.count(block.name)
+            for node in block.nodes:
+                strategy = chosen.get(node.name)
+                if replicated:
+                    strategy = Strategy((REPLICATE,) * len(node_inputs(node)), REPLICATE)
+                if strategy is None:
+                    raise PlanError(
+                        f"the plan has no placement for {block.name}.{node.name}: it was made for another model or "
+                        "version; plan again"
+                    )
+                update_info(node, strategy=strategy)
+        return program
