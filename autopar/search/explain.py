@@ -57,9 +57,7 @@ def footer(result: SearchResult) -> str:
         parts.append(f"{result.pruned:,} cannot win")
     if result.not_legal:
         parts.append(f"not legal: {', '.join(result.not_legal)}")
-    parts.append(
-        "prediction level " + ("L1 (measured here)" if result.cluster.gpu == "cpu" else "L0 (datasheet)")
-    )
+    parts.append("prediction level " + ("L1 (measured here)" if result.cluster.gpu == "cpu" else "L0 (datasheet)"))
     return " · ".join(parts)
 
 
@@ -79,11 +77,7 @@ def why_not(other: Candidate, chosen: Candidate) -> str:
     longer = other.estimate.step_time_s / chosen.estimate.step_time_s - 1
     ours, theirs = step_parts(chosen), step_parts(other)
     changes = sorted(((theirs[name] - ours[name], name) for name in ours), reverse=True)
-    grown = [
-        f"{name} +{duration(delta)}"
-        for delta, name in changes[:2]
-        if delta > 0.005 * chosen.estimate.step_time_s
-    ]
+    grown = [f"{name} +{duration(delta)}" for delta, name in changes[:2] if delta > 0.005 * chosen.estimate.step_time_s]
     why = ", ".join(grown) or "no single part stands out"
     return f"why not {describe(other.plan)}: {longer:+.1%} step time: {why}"
 
@@ -135,9 +129,7 @@ def _row(number: int, candidate: Candidate) -> list[str]:
 def _stage_text(number: int, stage: StageLedger, estimate: Estimate) -> str:
     """Memory on the left, time of one micro-batch on the right."""
     memory = [
-        (term.name, f"{term.size_bytes / 2**30:.3f}")
-        for term in stage.memory
-        if term.size_bytes > _SMALLEST_BYTES
+        (term.name, f"{term.size_bytes / 2**30:.3f}") for term in stage.memory if term.size_bytes > _SMALLEST_BYTES
     ]
     memory.append(("peak", f"{stage.peak_bytes / 2**30:.3f}"))
     time = []

@@ -127,9 +127,7 @@ def _cases(
         tp: [
             {
                 price.micro_batch: price
-                for price in price_model(
-                    model, sorted(sizes[tp]), request.sequence, hardware, request.precision
-                )
+                for price in price_model(model, sorted(sizes[tp]), request.sequence, hardware, request.precision)
             }
             for model in models[tp]
         ]
@@ -152,9 +150,7 @@ def _bound_s(choice: Choice, work_s: float) -> float:
     return work_s / (1 - (1 - 1 / choice.micro_batches) ** choice.mesh.pp)
 
 
-def _solve(
-    case: _Case, request: Request, hardware: Hardware, limit_s: float
-) -> tuple[Candidate | None, bool]:
+def _solve(case: _Case, request: Request, hardware: Hardware, limit_s: float) -> tuple[Candidate | None, bool]:
     """(the best plan of this case if faster than `limit_s`, whether it may fit)."""
     choice, price = case.choice, case.price
     costs = StageCosts(choice, price, request, hardware, limit_s / choice.micro_batches)
@@ -221,7 +217,7 @@ def _notes(best: Sequence[Candidate], cluster: Cluster) -> tuple[str, ...]:
 def _infeasible(cases: Sequence[_Case], request: Request, hardware: Hardware) -> str:
     """The plan that comes nearest to the budget: by how much it misses it, and what fills it."""
     nearest: tuple[float, _Case, int, tuple[MemoryTerm, ...], str] | None = None
-    for case in cases:
+    for case in _leanest(cases):
         for recompute in ("full", "none") if request.pins.recompute is None else (request.pins.recompute,):
             found = _least_memory(case, recompute, request, hardware)
             if nearest is None or found[0] < nearest[0]:
@@ -233,11 +229,21 @@ def _infeasible(cases: Sequence[_Case], request: Request, hardware: Hardware) ->
     filled = ", ".join(f"{term.name} {gib(term.size_bytes)}" for term in largest)
     pinned = f" with {request.pins}" if str(request.pins) else ""
     return (
-        f"no plan fits {gib(request.budget_bytes)} a GPU{pinned}: the nearest ({choice.mesh}, zero {choice.zero}, "
-        f"micro-batch {choice.micro_batch}, {choice.schedule}, recompute {recompute_text}) needs {gib(need_bytes)} "
-        f"on stage {stage}, {gib(need_bytes - request.budget_bytes)} too much. Most of it: {filled}. "
+        f"no plan fits {gib(request.budget_bytes)} a GPU{pinned}: the nearest ({choice.mesh}, "
+        f"zero {choice.zero}, micro-batch {choice.micro_batch}, recompute {recompute_text}) "
+        f"needs {gib(need_bytes)} on stage {stage}, {gib(need_bytes - request.budget_bytes)} too much. "
+        f"Most of it: {filled}. "
         "Use more GPUs, a larger memory budget, a shorter sequence or fewer pins"
     )
+
+
+def _leanest(cases: Sequence[_Case]) -> list[_Case]:
+    """Of the cases that differ in the micro-batch alone, the smallest and the largest (whose m is least)."""
+    groups: dict[tuple[object, ...], list[_Case]] = {}
+    for case in cases:
+        choice = case.choice
+        groups.setdefault((choice.mesh, choice.schedule, choice.zero, case.price.model.solution), []).append(case)
+    return [pick(group, key=lambda case: case.choice.micro_batch) for group in groups.values() for pick in (min, max)]
 
 
 def _least_memory(

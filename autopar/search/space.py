@@ -1,4 +1,4 @@
-"""The space of plans: legal choices of mesh, micro-batch, schedule and ZeRO stage; reasons for the others."""
+"""The space of plans: legal meshes, micro-batches, schedules and ZeRO stages; reasons for the others."""
 
 from __future__ import annotations
 
@@ -124,13 +124,9 @@ def check(request: Request, cluster: Cluster) -> None:
         way = f"use gpus={counts}"
         if len(sizes) == 1:
             way += f", or {next(iter(sizes))} one of {_listed(divisors(gpus))}"
-        raise PlanError(
-            f"gpus={gpus} is not divisible by {text}{f' = {pinned}' if len(sizes) > 1 else ''}: {way}"
-        )
+        raise PlanError(f"gpus={gpus} is not divisible by {text}{f' = {pinned}' if len(sizes) > 1 else ''}: {way}")
     if len(sizes) == 3 and pinned != gpus:
-        raise PlanError(
-            f"{text} = {pinned} leaves {gpus - pinned} of gpus={gpus} idle: use gpus={pinned}, or free one"
-        )
+        raise PlanError(f"{text} = {pinned} leaves {gpus - pinned} of gpus={gpus} idle: use gpus={pinned}, or free one")
     samples = (pins.dp or 1) * (pins.micro_batch or 1)
     if batch % samples:
         _refuse_batch(pins, batch, samples)
@@ -147,8 +143,8 @@ def _refuse_batch(pins: Pins, batch: int, samples: int) -> None:
     counts = " or ".join(str(count) for count in (low, high) if count)
     product_text = f" = {samples}" if len(names) > 1 else ""
     raise PlanError(
-        f"global_batch={batch} is not divisible by {' × '.join(names)}{product_text}: use global_batch={counts}, "
-        f"or values whose product divides it (one of {_listed(divisors(batch))})"
+        f"global_batch={batch} is not divisible by {' × '.join(names)}{product_text}: "
+        f"use global_batch={counts}, or values whose product divides it (one of {_listed(divisors(batch))})"
     )
 
 

@@ -1,7 +1,7 @@
 """Stage boundaries by dynamic programming on the real costs of layers, ends of the model included.
 
-Two exact passes: the least possible time of the slowest stage, then, among the splits that reach it, the least
-possible memory of the fullest stage.
+Two exact passes: the least time of the slowest stage, then, among the splits that reach it, the least memory of
+the fullest stage.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .recompute import ClassOption, cheapest
 from .space import Choice, Request
 
 Ranges = tuple[tuple[int, int], ...]
-# (stage, start, stop) → (seconds, bytes) of layers [start, stop) as that stage; inf seconds where it does not fit.
+# (stage, start, stop) → (seconds, bytes) of layers [start, stop) as that stage; inf where it does not fit.
 StageCost = Callable[[int, int, int], tuple[float, float]]
 
 _TIE = 1 + 1e-9
@@ -36,8 +36,8 @@ def split(
 ) -> Ranges | None:
     """Layers [0, layers) in `stages` ranges of at least one layer; None if no split fits within `limit_s`.
 
-    These only save time: work_s[n], seconds that the first n layers take at least (differences are bounds of ranges);
-    grows, a promise that a range that does not fit fits no better with more layers before it.
+    These only save time: work_s[n], seconds that the first n layers take at least, differences being bounds of
+    ranges; grows, a promise that a range that does not fit fits no better with more layers before it.
     """
     if layers < stages:
         return None
@@ -198,7 +198,7 @@ class StageCosts:
         return _StageCost(time_s, size_bytes, counts)
 
     def _choose(self, stage: int, shape: StageShape, layers: tuple[int, int]) -> tuple[int, ...] | None:
-        """Layers of each class to recompute: as pinned, or the cheapest set that fits; None if nothing fits."""
+        """Layers of each class to recompute, as pinned or the cheapest set that fits; None if none does."""
         pins = self.request.pins
         if pins.recompute is not None:
             return pinned_recompute(pins.recompute, shape)
