@@ -1,0 +1,174 @@
+"""Where a program's weights come from: the model's own values, or its initialisation recorded as data.
+
+A meta model has no values. What its author wrote to initialise it is recorded as in-place ops per parameter
+("normal_", 0.0, 0.02), to be drawn with a seed per parameter: the same values under every plan.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode  # private path of a documented mode; public has none
+
+from ..errors import TraceError
+from .huggingface import is_huggingface
+
+Recipe = list[list[Any]]
+_RANDOM = ("normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "random_")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """values: tensors by original name. recipes: recorded initialisation of the parameters without values."""
+
+    values: Mapping[str, Tensor] = field(default_factory=dict)
+    recipes: Mapping[str, Recipe] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()  # parameters with neither: the program needs --init
+
+
+def weights_of(model: nn.Module, factory: Callable[[], nn.Module] | None = None) -> Weights:
+    """Values of a model with real weights; of a meta model its recorded initialisation and real buffers."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    values = {name: tensor.detach() for name, tensor in named if not tensor.is_meta}
+    meta = [name for name, tensor in model.named_parameters(remove_duplicate=False) if tensor.is_meta]
+    hollow = [name for name, tensor in model.named_buffers() if tensor.is_meta]
+    if not meta and not hollow:
+        return Weights(values)
+    recipes: dict[str, Recipe] = {}
+    if factory is not None:
+        recipes = _record(model, factory)
+        values |= _factory_buffers(factory, hollow)
+    elif is_huggingface(model):
+        recipes = _record_huggingface(model)
+        values |= _huggingface_buffers(model, hollow)
+    if lost := [name for name in hollow if name not in values]:
+        raise TraceError(
+            f"buffers {', '.join(lost[:4])} are on meta and their values are lost: pass the function that builds the "
+            "model instead of the model, parallelize(build, …), or build it on the CPU"
+        )
+    missing = tuple(name for name in meta if name not in recipes)
+    return Weights(values, {name: recipe for name, recipe in recipes.items() if name in meta}, missing)
+
+
+def build_on_meta(factory: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return factory()
+
+
+class _Recorder(TorchDispatchMode):
+    """In-place ops on each storage, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: dict[int, list[tuple[str, tuple[Any, ...], int]]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        name = function._schema.name.removeprefix("aten::")
+        if name.endswith("_") and args and isinstance(args[0], Tensor):
+            plain = [v for k, v in (kwargs or {}).items() if k != "generator"]
+            self.ops.setdefault(_storage(args[0]), []).append((name, (*args[1:], *plain), args[0].numel()))
+        return result
+
+    def recipe(self, tensor: Tensor, name: str) -> Recipe | None:
+        """What filled a tensor, from the last op that sets all of it."""
+        ops = self.ops.get(_storage(tensor))
+        if not ops:
+            return None
+        for op, args, size in ops:
+            if size != tensor.numel() or any(isinstance(a, Tensor) for a in args):
+                raise TraceError(f"the initialisation of {name} ({op} on a part of it) cannot be recorded: use --init")
+        starts = [i for i, (op, _, _) in enumerate(ops) if op in (*_RANDOM, "fill_", "zero_")]
+        return [[op, *args] for op, args, _ in ops[starts[-1] if starts else 0 :]]
+
+
+def _storage(tensor: Tensor) -> int:
+    # Private: on meta every data_ptr is 0, and no public name tells two storages apart across views.
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _record(model: nn.Module, factory: Callable[[], nn.Module]) -> dict[str, Recipe]:
+    recorder = _Recorder()
+    with recorder, torch.device("meta"):
+        again = factory()
+    return _recipes(recorder, again)
+
+
+def _record_huggingface(model: nn.Module) -> dict[str, Recipe]:
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+        for p in model.parameters()
+    }
+    memo |= {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}
+    shadow: Any = copy.deepcopy(model, memo)
+    _forget_initialised(shadow)
+    recorder = _Recorder()
+    with recorder, torch.no_grad():
+        shadow.initialize_weights()
+    return _recipes(recorder, shadow)
+
+
+def _recipes(recorder: _Recorder, model: nn.Module) -> dict[str, Recipe]:
+    found = {n: recorder.recipe(p, n) for n, p in model.named_parameters(remove_duplicate=False)}
+    return {name: recipe for name, recipe in found.items() if recipe is not None}
+
+
+def _huggingface_buffers(model: nn.Module, names: list[str]) -> dict[str, Tensor]:
+    """Real values of meta buffers (RoPE tables), by the model's own initialisation of their modules."""
+    values: dict[str, Tensor] = {}
+    for owner in dict.fromkeys(name.rpartition(".")[0] for name in names):
+        module: Any = copy.deepcopy(model.get_submodule(owner)).to_empty(device="cpu")
+        _forget_initialised(module)
+        with torch.no_grad():
+            model._init_weights(module)  # type: ignore[operator] # HF's hook for one module
+        values |= {f"{owner}.{leaf}".lstrip("."): b for leaf, b in module.named_buffers(recurse=False)}
+    return {name: values[name] for name in names if name in values}
+
+
+def _forget_initialised(model: nn.Module) -> None:
+    """HF skips what it has flagged as initialised."""
+    for module in model.modules():
+        for item in (module, *module.parameters(recurse=False), *module.buffers(recurse=False)):
+            if hasattr(item, "_is_hf_initialized"):
+                del item._is_hf_initialized
+
+
+def _factory_buffers(factory: Callable[[], nn.Module], names: list[str]) -> dict[str, Tensor]:
+    """Real values of buffers: the factory again, its parameters put on meta as they are registered."""
+    if not names:
+        return {}
+    with _hollow_parameters(), _NoDraws():
+        model = factory()
+    buffers = dict(model.named_buffers())
+    return {name: buffers[name] for name in names if name in buffers}
+
+
+class _NoDraws(TorchDispatchMode):
+    """Random in-place ops do nothing: parameters that are about to be dropped need no values."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function._schema.name.removeprefix("aten::") in _RANDOM and args[0].numel() > 1 << 16:
+            return args[0]
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _hollow_parameters() -> Iterator[None]:
+    original = nn.Module.register_parameter
+
+    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        original(module, name, parameter)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
