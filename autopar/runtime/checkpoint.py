@@ -5,7 +5,7 @@ Keys: `model.<original name>` (tied parameters once), `optimizer.<parameter name
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as write_checkpoi
 from torch.distributed.tensor import DTensor
 
 from .optimizer import Optimizer
-from .weights import Names
+from .parameters import Value
+from .weights import Names, read_tensors
 
 Parameters = Mapping[str, nn.Parameter]
 
@@ -34,13 +35,26 @@ def full(x: Tensor) -> Tensor:
 def save(folder: Path, parameters: Parameters, optimizer: Optimizer, names: Names, step: int) -> None:
     """Every rank calls; each writes its own parts."""
     model = {names.original(n): p.detach() for n, p in parameters.items() if n not in names.parts}
-    for fused, parts in names.fused(parameters).items():
-        model |= names.join({n: full(parameters[n]) for n in parts})
-        assert fused in model
-    states = {
-        f"{names.original(n)}.{key}": value for n in parameters for key, value in optimizer.states(n).items()
-    }
+    model |= names.join({n: full(p) for n, p in parameters.items() if n in names.parts})
+    states = {f"{names.original(n)}.{key}": value for n in parameters for key, value in optimizer.states(n).items()}
     write_checkpoint({"model": model, "optimizer": states, "step": torch.tensor(step)}, checkpoint_id=folder)
+
+
+def resumed_values(folder: Path, names: Names, program: Path) -> Value:
+    """Values to build from when resuming: those of fused parameters, whose parts a checkpoint does not have,
+    and the program's own buffers. `load` fills the others in place, each rank reading its own parts only.
+    """
+    own = read_tensors(program)
+    fused = {part[0] for part in names.parts.values()}
+
+    def value(name: str, shape: torch.Size) -> Tensor:
+        if name not in fused:
+            return own.get(name, torch.zeros(()).expand(shape))
+        whole = torch.empty(shape, dtype=torch.float64)  # holds every precision exactly
+        read_checkpoint({"model": {name: whole}}, checkpoint_id=folder, no_dist=True)
+        return whole
+
+    return value
 
 
 def load(folder: Path, parameters: Parameters, optimizer: Optimizer, names: Names) -> int:
@@ -48,45 +62,18 @@ def load(folder: Path, parameters: Parameters, optimizer: Optimizer, names: Name
 
     Every rank calls; each reads its own parts. Optimizer state that is not there starts anew.
     """
-    keys = set(FileSystemReader(folder).read_metadata().state_dict_metadata)
+    keys = FileSystemReader(folder).read_metadata().state_dict_metadata
     model = {names.original(n): p.detach() for n, p in parameters.items() if n not in names.parts}
-    fused = names.fused(parameters)
-    model |= {name: _joined_empty(name, parts, parameters, names) for name, parts in fused.items()}
-    states = _empty_states(keys, parameters, names)
+    states = {n: _empty_states(f"optimizer.{names.original(n)}.", p, keys) for n, p in parameters.items()}
+    flat = {f"{names.original(n)}.{key}": value for n, own in states.items() for key, value in own.items()}
     step = torch.tensor(0)
-    read_checkpoint({"model": model, "optimizer": dict(states), "step": step}, checkpoint_id=folder)
-    for name, parts in fused.items():
-        _fill_parts(parts, model[name], parameters, names)
-    for n in parameters:
-        prefix = f"{names.original(n)}."
-        own = {key.removeprefix(prefix): value for key, value in states.items() if key.startswith(prefix)}
-        if own:
-            optimizer.load_states(n, own)
+    read_checkpoint({"model": model, "optimizer": flat, "step": step}, checkpoint_id=folder)
+    for name, own in states.items():
+        optimizer.load_states(name, own)
     return int(step)
 
 
-def _empty_states(keys: set[str], parameters: Parameters, names: Names) -> dict[str, Tensor]:
+def _empty_states(prefix: str, p: nn.Parameter, keys: Iterable[str]) -> dict[str, Tensor]:
     """A tensor to read each saved optimizer state into, laid out as its parameter; counters are scalars."""
-    states: dict[str, Tensor] = {}
-    for name, p in parameters.items():
-        prefix = f"optimizer.{names.original(name)}."
-        for key in (k.removeprefix("optimizer.") for k in keys if k.startswith(prefix)):
-            states[key] = torch.zeros(()) if key.endswith(".step") else torch.zeros_like(p.detach())
-    return states
-
-
-def _joined_empty(name: str, parts: list[str], parameters: Parameters, names: Names) -> Tensor:
-    shape, dim = list(parameters[parts[0]].shape), names.parts[parts[0]][1]
-    shape[dim] = sum(names.parts[n][3] for n in parts)
-    return torch.empty(shape, dtype=parameters[parts[0]].dtype)
-
-
-def _fill_parts(parts: list[str], whole: Tensor, parameters: Parameters, names: Names) -> None:
-    for n in parts:
-        _, dim, start, length = names.parts[n]
-        p, value = parameters[n].detach(), whole.narrow(dim, start, length)
-        if isinstance(p, DTensor):
-            value = DTensor.from_local(value.to(p.device), p.device_mesh, None, run_check=False).redistribute(
-                placements=p.placements
-            )
-        p.copy_(value)
+    saved = [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
+    return {key: torch.zeros(()) if key == "step" else torch.zeros_like(p.detach()) for key in saved}

@@ -25,17 +25,14 @@ class Optimizer:
     Parameters named in no group take `options`, over torch's defaults.
     """
 
-    def __init__(
-        self, parameters: Parameters, name: str, options: Mapping[str, Any], groups: Groups = ()
-    ) -> None:
+    def __init__(self, parameters: Parameters, name: str, options: Mapping[str, Any], groups: Groups = ()) -> None:
         self._parameters = parameters
         self._parts = {n: _part(p) for n, p in parameters.items()}
         named = {n for names, _ in groups for n in names}
         layout = [*groups, ([n for n in parameters if n not in named], {})]
         # A group of which this stage has no parameter is kept: groups are the same on every rank.
         param_groups = [
-            {"params": [(n, self._parts[n]) for n in names if n in parameters], **options}
-            for names, options in layout
+            {"params": [(n, self._parts[n]) for n in names if n in parameters], **options} for names, options in layout
         ]
         self._optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(param_groups, **options)
 
@@ -61,9 +58,7 @@ class Optimizer:
         p = self._parameters[name]
         if not isinstance(p, DTensor) or value.dim() == 0:
             return value
-        return DTensor.from_local(
-            value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-        )
+        return DTensor.from_local(value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
 
 def _part(p: nn.Parameter) -> nn.Parameter:
@@ -114,13 +109,11 @@ class Tied:
         dist.all_gather_object(held, list(parameters), group=mesh.group("pp"))
         for alias, original in pairs:
             stages = [i for i, names in enumerate(held) if alias in names or original in names]
-            if len(stages) < 2:
-                continue
-            group = _group_of_stages(stages, mesh)
-            if original in parameters or alias in parameters:
-                self._copies.append((parameters[original if original in parameters else alias], group))
-            if original not in parameters and alias in parameters:
-                self.aliases.add(alias)
+            if len(stages) > 1:
+                group = _group_of_stages(stages, mesh)
+                own = [name for name in (original, alias) if name in parameters]
+                self._copies += [(parameters[name], group) for name in own[:1]]
+                self.aliases |= {alias} & set(own[:1])
 
     def sum_gradients(self) -> None:
         for p, group in self._copies:

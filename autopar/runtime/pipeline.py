@@ -46,7 +46,7 @@ def _pipeline(model: nn.Module, data_parallel: DataParallel, mesh: Mesh) -> Run:
         settings.pp,
         mesh.device,
         input_args=_examples(model, index - 1, mesh) if index > 0 else (),
-        output_args=_examples(model, index, mesh) if index < settings.pp - 1 else _scalar(),
+        output_args=_examples(model, index, mesh) if index < settings.pp - 1 else torch.empty((), device="meta"),
         group=mesh.group("pp"),
     )
     stage.data_parallel = data_parallel
@@ -96,10 +96,5 @@ def _examples(model: nn.Module, stage: int, mesh: Mesh) -> tuple[Tensor, ...]:
     sent = between_stages(stage, mesh.settings.micro_batch, mesh.settings.sequence)
     # Without requires_grad no gradient would be sent back.
     return tuple(
-        torch.empty(shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)
-        for shape, dtype in sent
+        torch.empty(shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point) for shape, dtype in sent
     )
-
-
-def _scalar() -> tuple[Tensor]:
-    return (torch.empty((), device="meta", requires_grad=True),)

@@ -50,14 +50,14 @@ class Trainer:
         settings: Settings = program.SETTINGS
         folder = Path(program.__file__ or ".").parent
         weights = folder if weights is None else weights
-        resume = isinstance(weights, Path) and checkpoint.is_checkpoint(weights)
+        saved = weights if isinstance(weights, Path) and checkpoint.is_checkpoint(weights) else None
 
         self.mesh = init_mesh(settings, device)
         seed_generators(seed, self.mesh)
         self.settings, self.clip, self.steps = settings, clip, 0
         self.names = Names(dict(program.TIED), getattr(program, "PARTS", {}))
         self.model: nn.Module = program.Model(self.mesh.rank("pp")).train()
-        values = read_weights(folder if resume else weights, folder, seed, later=resume)
+        values = checkpoint.resumed_values(saved, self.names, folder) if saved else read_weights(weights, folder, seed)
         self.data_parallel = distribute(self.model, program.LAYERS, self.names.value(values), self.mesh)
         self.parameters = dict(self.model.named_parameters())
         self.tied = Tied(program.TIED, self.parameters, self.mesh)
@@ -66,8 +66,8 @@ class Trainer:
         self.optimizer = Optimizer(self.parameters, settings.optimizer, options, groups)
         self._run = make_run(self.model, self.data_parallel, self.mesh)
         self._count_targets = program.count_targets
-        if isinstance(weights, Path) and resume:
-            self.load(weights)
+        if saved:
+            self.steps = checkpoint.load(saved, self.parameters, self.optimizer, self.names)
 
     def step(self, batch: Batch) -> StepResult:
         """Train on this replica's samples of one global batch: [global_batch / dp, ...] a tensor."""
@@ -96,10 +96,6 @@ class Trainer:
     def save(self, folder: Path) -> None:
         """Write a checkpoint that any plan can resume; every rank calls."""
         checkpoint.save(folder, self.parameters, self.optimizer, self.names, self.steps)
-
-    def load(self, folder: Path) -> None:
-        """Resume parameters, optimizer state and step count; every rank calls."""
-        self.steps = checkpoint.load(folder, self.parameters, self.optimizer, self.names)
 
     def _whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return self.names.join({self.names.original(name): checkpoint.full(t) for name, t in tensors.items()})

@@ -50,27 +50,21 @@ class Names:
     def join(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Whole tensors by the original model's names, from those by the program's."""
         joined = {name: t for name, t in tensors.items() if name not in self.parts}
-        for fused, names in self.fused(tensors).items():
-            joined[fused] = torch.cat([tensors[name] for name in names], self.parts[names[0]][1])
+        for name in sorted((n for n in tensors if n in self.parts), key=lambda n: self.parts[n][2]):
+            fused, dim, start, _ = self.parts[name]
+            joined[fused] = torch.cat([joined[fused], tensors[name]], dim) if start else tensors[name]
         return joined
 
-    def fused(self, names: Iterable[str]) -> dict[str, list[str]]:
-        """Each fused parameter of the original model that `names` make up, with its parts in order."""
-        found: dict[str, list[str]] = {}
-        for name in sorted((n for n in names if n in self.parts), key=lambda n: self.parts[n][2]):
-            found.setdefault(self.parts[name][0], []).append(name)
-        return found
 
-
-def read_weights(weights: Path | Mapping[str, Tensor], program: Path, seed: int, later: bool = False) -> Value:
+def read_weights(weights: Path | Mapping[str, Tensor], program: Path, seed: int) -> Value:
     """Values by the original names: given tensors or a folder with weights.pt, then the program's own folder.
 
-    The program's folder may hold weights.pt (buffers at least), and init.json for what has no weights. With
-    `later`, what has no values here is read afterwards. Raises ValueError where there are none.
+    The program's folder may hold weights.pt (buffers at least), and init.json for what has no weights.
+    Raises ValueError where neither has values.
     """
     if isinstance(weights, Path) and weights != program and not (weights / WEIGHTS).exists():
         raise ValueError(f"{weights} holds neither {WEIGHTS} nor a checkpoint of --save")
-    tensors = {**_read_tensors(program), **(weights if isinstance(weights, Mapping) else _read_tensors(weights))}
+    tensors = {**read_tensors(program), **(weights if isinstance(weights, Mapping) else read_tensors(weights))}
     recipes = json.loads((program / "init.json").read_text()) if (program / "init.json").exists() else {}
 
     def value(name: str, shape: torch.Size) -> Tensor:
@@ -78,8 +72,6 @@ def read_weights(weights: Path | Mapping[str, Tensor], program: Path, seed: int,
             return tensors[name]
         if name in recipes and weights == program:
             return draw(recipes[name], shape, seed, name)
-        if later:
-            return torch.zeros(()).expand(shape)
         where = "the given tensors" if isinstance(weights, Mapping) else f"{weights}/{WEIGHTS}"
         raise ValueError(f"no values for {name!r} in {where}: give --init a folder that has them")
 
@@ -97,7 +89,8 @@ def draw(recipe: Iterable[list[object]], shape: torch.Size, seed: int, name: str
     return tensor
 
 
-def _read_tensors(folder: Path) -> dict[str, Tensor]:
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors of weights.pt, mapped rather than read; none where there is no such file."""
     path = folder / WEIGHTS
     if not path.exists():
         return {}

@@ -55,7 +55,9 @@ def test_clipping_takes_the_global_norm_with_tied_weights_once() -> None:
     assert torch.equal(states[0]["wte.weight"], states[-1]["wte.weight"])
 
 
-@pytest.mark.parametrize("name, options", [("SGD", {"lr": 0.1, "momentum": 0.9}), ("Adagrad", {"lr": 0.01, "eps": 1e-3})])
+@pytest.mark.parametrize(
+    "name, options", [("SGD", {"lr": 0.1, "momentum": 0.9}), ("Adagrad", {"lr": 0.01, "eps": 1e-3})]
+)
 def test_any_elementwise_optimizer_with_groups_by_name(name: str, options: dict[str, Any]) -> None:
     batches, model = make_batches(3), original()
     names = [n for n, p in model.named_parameters() if p.dim() < 2]

@@ -144,8 +144,13 @@ def check_case(settings: Settings, kind: str, weights: dict[str, Tensor], refere
 
 def _tp_sharded(p: Tensor) -> bool:
     placements = getattr(p, "placements", ())
-    return bool(placements) and p.device_mesh.size(-1) > 1 and placements[-1].is_shard() and (  # type: ignore[attr-defined]
-        p.device_mesh.mesh_dim_names[-1] == "tp"  # type: ignore[attr-defined]
+    return (
+        bool(placements)
+        and p.device_mesh.size(-1) > 1
+        and placements[-1].is_shard()
+        and (  # type: ignore[attr-defined]
+            p.device_mesh.mesh_dim_names[-1] == "tp"  # type: ignore[attr-defined]
+        )
     )
 
 

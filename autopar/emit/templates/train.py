@@ -20,9 +20,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--steps", type=int, default=100, help="optimizer steps of this run")
     add("--lr", type=float, help="learning rate, constant (default: the plan's)")
