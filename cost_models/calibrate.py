@@ -78,9 +78,7 @@ def _measure() -> CpuMeasurement:
         copy = _copy_bytes_per_s()
         launch = _launch_s()
     latency, bandwidth, how = _all_reduce()
-    return CpuMeasurement(
-        matmul, copy, launch, latency, bandwidth, f"measured on this machine; all-reduce {how}"
-    )
+    return CpuMeasurement(matmul, copy, launch, latency, bandwidth, f"measured on this machine; all-reduce {how}")
 
 
 @contextlib.contextmanager
@@ -141,9 +139,7 @@ def _all_reduce_forked() -> tuple[float, float]:
     receiver, sender = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as directory:
         store = str(Path(directory) / "store")
-        workers = [
-            context.Process(target=_worker, args=(rank, store, sender), daemon=True) for rank in range(2)
-        ]
+        workers = [context.Process(target=_worker, args=(rank, store, sender), daemon=True) for rank in range(2)]
         try:
             for worker in workers:
                 worker.start()
@@ -163,9 +159,7 @@ def _all_reduce_spawned() -> tuple[float, float]:
     code = "from autopar.cost_models import calibrate as c; print(*c._all_reduce_forked())"
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
     run = [sys.executable, "-c", code]
-    out = subprocess.run(
-        run, capture_output=True, text=True, timeout=2 * _TIMEOUT_S, check=True, env=environment
-    )
+    out = subprocess.run(run, capture_output=True, text=True, timeout=2 * _TIMEOUT_S, check=True, env=environment)
     small_s, large_s = map(float, out.stdout.split())
     return small_s, large_s
 

@@ -83,17 +83,11 @@ def _ring_latency_s(collective: str, group: Group, hardware: Hardware) -> float:
     steps, across = rounds * (group.ranks - 1), rounds * (group.nodes - 1)
     if collective == "send":
         steps, across = 1, int(group.nodes > 1)
-    return (
-        hardware.base_latency_s
-        + across * hardware.inter.latency_s
-        + (steps - across) * hardware.intra.latency_s
-    )
+    return hardware.base_latency_s + across * hardware.inter.latency_s + (steps - across) * hardware.intra.latency_s
 
 
 def _tree_latency_s(collective: str, group: Group, hardware: Hardware) -> float:
     if collective != "all_reduce":
         return float("inf")
-    hops = 2 * (
-        (group.per_node - 1) * hardware.intra.latency_s + log2(group.nodes) * hardware.inter.latency_s
-    )
+    hops = 2 * ((group.per_node - 1) * hardware.intra.latency_s + log2(group.nodes) * hardware.inter.latency_s)
     return hardware.base_latency_s + hops

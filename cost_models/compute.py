@@ -1,7 +1,7 @@
 """Time of computing: a roofline per op, summed over a block, at least what the host needs to launch it.
 
-T_op = (T_math^q + T_memory^q)^(1/q)        q = 4, a smooth maximum (COST_MODEL 2.1; no tiles or waves yet)
-T_block = max(Σ T_op, launches · t_launch)  the host runs ahead: its floor holds for a block, not for an op
+T_op = (T_math^q + T_memory^q)^(1/q)        q = 4, a smooth maximum (COST_MODEL 2.1; no tiles yet)
+T_block = max(Σ T_op, launches · t_launch)  the host runs ahead: a floor of blocks, not ops
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class BlockPrice:
 
 @dataclass(frozen=True)
 class ModelPrice:
-    """A model with numbers, at one micro-batch size (samples). `layers[i]` is layer i's index in `classes`."""
+    """A model with numbers, at one micro-batch size. `layers[i]` is layer i's index in `classes`."""
 
     model: ModelCosts
     micro_batch: int
@@ -193,7 +193,7 @@ def price_block(
     precision: str,
     tp: Group,
 ) -> list[BlockPrice]:
-    """The block at each micro-batch size (samples); `sequence` in tokens, `tp` the group of its collectives."""
+    """The block at each micro-batch size (samples); `sequence` in tokens, `tp` its collectives' group."""
     evaluate = _evaluator(layer)
     return [_price(layer, evaluate(b, sequence), hardware, precision, tp) for b in micro_batches]
 
@@ -218,9 +218,7 @@ def _evaluator(layer: LayerCosts) -> Callable[[int, int], list[float]]:
     return evaluate
 
 
-def _price(
-    layer: LayerCosts, values: list[float], hardware: Hardware, precision: str, tp: Group
-) -> BlockPrice:
+def _price(layer: LayerCosts, values: list[float], hardware: Hardware, precision: str, tp: Group) -> BlockPrice:
     forward = dict.fromkeys(KINDS, 0.0)
     backward = dict.fromkeys(KINDS, 0.0)
     backward_launches = 0

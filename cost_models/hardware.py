@@ -62,9 +62,7 @@ class Hardware:
         """Peak FLOP/s of matmuls in this precision. PlanError where the hardware has none."""
         if precision not in self.peak_flops:
             known = ", ".join(self.peak_flops)
-            raise PlanError(
-                f"{self.name} has no {precision} peak (known: {known}): choose another precision or GPU"
-            )
+            raise PlanError(f"{self.name} has no {precision} peak (known: {known}): choose another precision or GPU")
         return self.peak_flops[precision]
 
 
@@ -109,9 +107,7 @@ def gpu(name: str, processes: int = 1) -> Hardware:
     table = _gpu_table()
     if name not in table:
         near = get_close_matches(name.lower(), table, n=3, cutoff=0.3)
-        raise PlanError(
-            f"unknown gpu {name!r}: nearest are {', '.join(near) or 'none'}; all: {', '.join(gpu_names())}"
-        )
+        raise PlanError(f"unknown gpu {name!r}: nearest are {', '.join(near) or 'none'}; all: {', '.join(gpu_names())}")
     return table[name]
 
 
@@ -134,9 +130,7 @@ def match_device(device_name: str, memory_bytes: float) -> str:
     """The entry whose words fit a CUDA device name ("NVIDIA H100 80GB HBM3") and whose memory is nearest."""
     words = device_name.lower().replace("-", " ").split()
     families = {name: name.split("-")[0] for name in _gpu_table()}
-    fits = [
-        name for name, family in families.items() if family in words or family.removeprefix("rtx") in words
-    ]
+    fits = [name for name, family in families.items() if family in words or family.removeprefix("rtx") in words]
     if not fits:
         return DEFAULT_GPU
     pcie = [name for name in fits if ("pcie" in name) == ("pcie" in words)] or fits
@@ -149,9 +143,7 @@ def _gpu_table() -> dict[str, Hardware]:
     nodes = yaml.safe_load((_DATA / "nodes.yaml").read_text())
     by_gpu = {node["gpu"]: node for node in nodes["nodes"].values()}
     return {
-        name: _entry(
-            name, row, data["archs"][row["arch"]], data["common"], by_gpu.get(name, nodes["default"])
-        )
+        name: _entry(name, row, data["archs"][row["arch"]], data["common"], by_gpu.get(name, nodes["default"]))
         for name, row in data["gpus"].items()
     }
 
@@ -165,9 +157,7 @@ def _entry(
 ) -> Hardware:
     linked = row["nvlink_domain"] >= node["gpus"]
     # PCIe carries both neighbours of a ring over one port, so half of the achieved rate each way.
-    intra_gbps = (
-        row["nvlink_gbps"] * common["nvlink_achieved"] if linked else row["pcie"]["achieved_gbps"] / 2
-    )
+    intra_gbps = row["nvlink_gbps"] * common["nvlink_achieved"] if linked else row["pcie"]["achieved_gbps"] / 2
     inter_gbps = node["nics"] * node["nic_gbit"] / 8 / node["gpus"] * common["nic_achieved"]
     gemm = row.get("gemm_max_eff", arch["gemm"]) * common["typical_gemm"]
     return Hardware(

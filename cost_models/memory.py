@@ -1,7 +1,7 @@
 """The memory ledger of one rank: what is resident, term by term, at the peak of a step.
 
-The states follow DESIGN §6's table, a function of (ZeRO stage, micro-batches m, precision). P parameters a rank,
-D data ranks, c bytes of the compute dtype, w of masters and gradients (bf16: c=2, w=4; fp32: 4, 4; fp64: 8, 8):
+The states follow DESIGN §6's table, a function of (ZeRO stage, micro-batches m, precision). P elements a rank,
+D data ranks, c bytes of the compute dtype, w of masters and gradients (bf16: 2, 4; fp32: 4, 4; fp64: 8, 8):
 
     ZeRO  compute copy               master w, states  gradients                   gathered for a while
     0     bf16 cP (else the master)  whole             whole                       –
@@ -167,16 +167,12 @@ def optimizer_state_bytes(optimizer: Optimizer, precision: str) -> int:
     tensors = {
         "SGD": 1 if optimizer.kwargs.get("momentum", 0) else 0,
         "Adagrad": 1,
-        "RMSprop": 1
-        + bool(optimizer.kwargs.get("momentum", 0))
-        + bool(optimizer.kwargs.get("centered", False)),
+        "RMSprop": 1 + bool(optimizer.kwargs.get("momentum", 0)) + bool(optimizer.kwargs.get("centered", False)),
         "Adadelta": 2,
         **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam", "Adamax"), 2),
     }
     if optimizer.name not in tensors:
-        raise PlanError(
-            f"optimizer {optimizer.name!r} has no memory model: use one of {', '.join(sorted(tensors))}"
-        )
+        raise PlanError(f"optimizer {optimizer.name!r} has no memory model: use one of {', '.join(sorted(tensors))}")
     amsgrad = bool(optimizer.kwargs.get("amsgrad", False)) and optimizer.name in ("Adam", "AdamW")
     return (tensors[optimizer.name] + amsgrad) * MASTER_BYTES[precision]
 

@@ -128,7 +128,5 @@ def _topological(schedule: str, stages: int, micro_batches: int) -> tuple[tuple[
                 done.add((op.kind, stage, op.micro_batch))
                 result.append((stage, op))
                 position[stage] += 1
-        assert len(result) > before, (
-            f"{schedule} with {stages} stages, {micro_batches} micro-batches deadlocks"
-        )
+        assert len(result) > before, f"{schedule} with {stages} stages, {micro_batches} micro-batches deadlocks"
     return tuple(result)

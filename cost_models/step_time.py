@@ -1,9 +1,9 @@
 """Time and memory of a training step under a plan: prices of blocks → stages → simulated pipeline → step.
 
-    step = pipeline (with the data-axis communication that does not hide) + tied gradients + norm and optimizer
+    step = pipeline (with data-axis communication that does not hide) + tied gradients + norm, optimizer
 
-When data-axis collectives run, by ZeRO stage (DESIGN §6): 0 and 1 reduce in the last backward, 2 and 3 in each
-one; 1 and 2 gather parameters in the first forward, 3 in every forward and every backward.
+When data-axis collectives run, by ZeRO stage (DESIGN §6): 0 and 1 reduce in the last backward, 2 and 3 in
+each; 1 and 2 gather parameters in the first forward, 3 in every forward and every backward.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class StageLedger:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The prediction for one plan. `step` adds up to `step_time_s`; `bubble` is a share of the pipeline's time."""
+    """The prediction for a plan. `step` adds up to `step_time_s`; `bubble` is a share of the pipeline."""
 
     step_time_s: float
     tokens_per_s_per_gpu: float
@@ -163,9 +163,7 @@ def estimate_price(price: ModelPrice, plan: Plan, hardware: Hardware) -> Estimat
 
 def setting_of(plan: Plan, hardware: Hardware) -> Setting:
     """The plan's choices that its stages share."""
-    return Setting(
-        plan.mesh, plan.accumulation, plan.schedule, plan.zero, plan.precision, plan.optimizer, hardware
-    )
+    return Setting(plan.mesh, plan.accumulation, plan.schedule, plan.zero, plan.precision, plan.optimizer, hardware)
 
 
 def stage_ledger(
@@ -214,9 +212,7 @@ def pipeline_time(
     ends = simulate_one(setting.schedule, forward, backward, send_s)
     # The reduction of the last micro-batch delays no other stage.
     ends = [end + comm.last_backward.exposed_s for end, comm in zip(ends, data, strict=True)]
-    busy = (
-        sum(map(sum, forward)) + sum(map(sum, backward)) + sum(comm.last_backward.exposed_s for comm in data)
-    )
+    busy = sum(map(sum, forward)) + sum(map(sum, backward)) + sum(comm.last_backward.exposed_s for comm in data)
     idle = 1 - busy / (len(ends) * max(ends))
     return max(ends), idle if len(ends) > 1 else 0.0
 
@@ -291,9 +287,7 @@ def _after_pipeline(price: ModelPrice, shapes: list[StageShape], setting: Settin
     per_state = optimizer_state_bytes(setting.optimizer, setting.precision)
     # Read the gradient twice (norm, update); read and write the weight and each state.
     touched = 4 * states.master_bytes + 2 * per_state
-    parameters = max(
-        sum(block.parameters * count for block, count in _blocks(price, shape)) for shape in shapes
-    )
+    parameters = max(sum(block.parameters * count for block, count in _blocks(price, shape)) for shape in shapes)
     rate = hardware.memory_bytes_per_s * hardware.memory_efficiency
     update_s = parameters / shards * touched * _FOREACH_TRAFFIC / rate
     world = Group(mesh.world_size, min(mesh.world_size, hardware.gpus_per_node))
@@ -332,9 +326,7 @@ def _limited_by(
     """The largest loss of the slowest stage, or "compute" if none is worth naming."""
     slowest = max(stages, key=lambda stage: stage.micro_batch_s)
     losses = {
-        term.name: term.time_s * micro_batches
-        for term in slowest.time
-        if term.name not in ("matmul", "attention")
+        term.name: term.time_s * micro_batches for term in slowest.time if term.name not in ("matmul", "attention")
     }
     losses["memory"] = losses.pop("recompute")
     losses["bubble"] = bubble_s

@@ -107,8 +107,7 @@ def model(
         for index in range(classes)
     }
     whole = {
-        f"layer{index}": layer(f"layer{index}", hidden, ffn * (index + 2) // 2, kv_share, 1)
-        for index in range(classes)
+        f"layer{index}": layer(f"layer{index}", hidden, ffn * (index + 2) // 2, kv_share, 1) for index in range(classes)
     }
     names = tuple(f"layer{index % classes}" for index in range(layers))
     prologue, epilogue = ends(hidden, vocabulary, tp, tied)

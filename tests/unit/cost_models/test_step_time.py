@@ -1,0 +1,89 @@
+"""Overlap, and whole-step estimates on plans whose answer is known."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.cost_models.hardware import Cluster
+from autopar.cost_models.overlap import gathers, reductions
+from autopar.cost_models.step_time import Estimate, estimate
+from autopar.mesh import Mesh
+from autopar.plan import Plan
+from tests.unit.cost_models.fabricate import model
+
+times = st.lists(st.floats(0, 10), min_size=1, max_size=8)
+
+
+def predict(mesh: Mesh, stages: tuple[tuple[int, int], ...] = ((0, 8),), **choices: object) -> Estimate:
+    defaults: dict[str, object] = {"global_batch": 64, "micro_batch": 1, "sequence": 4096, "stages": stages}
+    defaults["schedule"] = "1f1b" if mesh.pp > 1 else "none"
+    plan = Plan(mesh=mesh, **{**defaults, **choices})  # type: ignore[arg-type]
+    return estimate(model(layers=8, tp=mesh.tp), plan, Cluster(mesh.world_size))
+
+
+@given(times, st.floats(0, 1))
+def test_communication_is_either_exposed_or_hidden(compute: list[float], share: float) -> None:
+    comm = [time / 2 for time in compute]
+    for overlap in (gathers(compute, comm, share), reductions(compute, comm, share)):
+        assert overlap.exposed_s + overlap.hidden_s == pytest.approx(sum(comm))
+        assert overlap.exposed_s >= -1e-9 and overlap.hidden_s >= -1e-9
+
+
+def test_what_can_hide_hides() -> None:
+    assert reductions([1, 1, 1], [0.5, 0.5, 0.5]).exposed_s == pytest.approx(0.5)
+    assert reductions([1, 1], [3, 3]).exposed_s == pytest.approx(5)
+    assert reductions([1, 1], [3, 3], share=0).exposed_s == pytest.approx(6)
+    assert gathers([1, 1, 1], [0.5, 0.5, 2]).exposed_s == pytest.approx(1.5)
+
+
+def test_one_gpu_has_no_communication_and_no_bubble() -> None:
+    result = predict(Mesh())
+    names = {term.name: term.time_s for term in result.stages[0].time}
+    assert names["tp communication"] == names["dp communication"] == result.bubble == 0
+    assert 0.3 < result.mfu < 0.8
+    assert result.step_time_s == pytest.approx(sum(term.time_s for term in result.step))
+    assert result.step[0].time_s == pytest.approx(64 * result.stages[0].micro_batch_s)
+
+
+def test_data_parallel_scales_but_for_its_communication() -> None:
+    one, eight = predict(Mesh()), predict(Mesh(dp=8), zero=1)
+    assert one.step_time_s / 8 < eight.step_time_s < one.step_time_s / 8 * 1.3
+    assert eight.peak_bytes < one.peak_bytes
+
+
+def test_zero_trades_memory_for_time() -> None:
+    estimates = [predict(Mesh(dp=8), zero=zero) for zero in range(4)]
+    peaks = [result.peak_bytes for result in estimates]
+    assert peaks == sorted(peaks, reverse=True)
+    # ZeRO 3 gathers each unit twice a micro-batch: no faster than ZeRO 1.
+    assert estimates[3].step_time_s >= estimates[1].step_time_s
+
+
+def test_recompute_trades_time_for_memory() -> None:
+    plain, full = predict(Mesh(dp=2)), predict(Mesh(dp=2), recompute=tuple(range(8)))
+    assert full.peak_bytes < plain.peak_bytes and full.step_time_s > 1.2 * plain.step_time_s
+    assert full.mfu < plain.mfu and full.stages[0].recomputed == 8
+
+
+def test_the_pipeline_has_the_bubble_of_its_slowest_stage() -> None:
+    result = predict(Mesh(pp=2), stages=((0, 5), (5, 8)), micro_batch=4)
+    slowest = max(stage.micro_batch_s for stage in result.stages)
+    assert result.step[0].time_s > 16 * slowest
+    assert 0.02 < result.bubble < 0.4
+
+
+def test_gpipe_holds_all_micro_batches() -> None:
+    stages = ((0, 4), (4, 8))
+    gpipe, one = (predict(Mesh(pp=2), stages=stages, schedule=name) for name in ("gpipe", "1f1b"))
+    assert gpipe.peak_bytes > 5 * one.peak_bytes
+    assert gpipe.step_time_s == pytest.approx(one.step_time_s, rel=0.05)
+
+
+def test_tied_embeddings_on_two_stages_cost_a_copy() -> None:
+    stages = ((0, 4), (4, 8))
+    plan = Plan(Mesh(pp=2), 64, 1, 4096, stages, "1f1b")
+    tied, untied = (estimate(model(layers=8, tied=flag), plan, Cluster(2)) for flag in (True, False))
+    assert tied.stages[1].memory[0] == untied.stages[1].memory[0]
+    assert "tied gradients" in {term.name for term in tied.step} - {term.name for term in untied.step}

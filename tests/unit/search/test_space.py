@@ -1,0 +1,58 @@
+"""What is legal, and the errors for what is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.cost_models.hardware import Cluster
+from autopar.errors import PlanError
+from autopar.mesh import Mesh
+from autopar.search.space import Pins, Request, Space, enumerate_space
+
+
+def space(gpus: int = 8, batch: int = 16, layers: int = 4, **pins: object) -> Space:
+    request = Request(batch, 128, 1e12, pins=Pins(**pins))  # type: ignore[arg-type]
+    return enumerate_space(request, Cluster(gpus), layers, (1, 2, 4, 8), {3: "4 heads"})
+
+
+def test_every_choice_is_legal() -> None:
+    for choice in space().choices:
+        mesh = choice.mesh
+        assert mesh.world_size <= 8 and mesh.pp <= 4
+        assert choice.micro_batch * choice.micro_batches * mesh.dp == 16
+        assert choice.schedule == "none" if mesh.pp == 1 else choice.schedule in ("gpipe", "1f1b")
+        assert choice.schedule != "1f1b" or choice.micro_batches >= mesh.pp
+        assert choice.zero == 0 or mesh.dp > 1
+
+
+def test_reasons_are_named() -> None:
+    assert space().not_legal == ("tp=3 (4 heads)", "pp=8 (4 layers)")
+    assert "dp=8 (global batch 12)" in space(batch=12).not_legal
+
+
+def test_pins_and_bans_restrict() -> None:
+    assert {choice.mesh for choice in space(pp=2, tp=2, dp=2).choices} == {Mesh(pp=2, dp=2, tp=2)}
+    assert {choice.zero for choice in space(zero=2).choices} == {2}
+    banned = space(forbid={"schedule": ("gpipe",), "pp": (4,)}).choices
+    assert {choice.schedule for choice in banned} == {"none", "1f1b"}
+    assert {choice.mesh.pp for choice in banned} == {1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"gpus": 7, "tp": 2}, "gpus=7 is not divisible by tp=2: use gpus=6 or 8, or tp one of 1, 7"),
+        ({"gpus": 8, "tp": 2, "pp": 3}, "gpus=8 is not divisible by pp=3 × tp=2 = 6: use gpus=6 or 12"),
+        ({"dp": 2, "tp": 2, "pp": 1}, "= 4 leaves 4 of gpus=8 idle: use gpus=4"),
+        ({"batch": 10, "dp": 4}, "global_batch=10 is not divisible by dp=4: use global_batch=8 or 12"),
+        ({"batch": 10, "dp": 2, "micro_batch": 3}, "micro_batch=3 × dp=2 = 6: use global_batch=6 or 12"),
+        ({"schedule": "1f1b", "pp": 1}, "1f1b needs pp > 1"),
+        ({"pp": 8}, r"pp=8 \(4 layers\)"),
+        ({"recompute": "some"}, "recompute='some': use 'none', 'full'"),
+        ({"forbid": {"cp": (2,)}}, "forbid='cp': use one of"),
+        ({"micro_batch": 0}, "micro_batch=0: use 1 or more"),
+    ],
+)
+def test_errors_carry_the_arithmetic_and_the_way_out(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        space(**arguments)  # type: ignore[arg-type]
