@@ -1,19 +1,40 @@
-"""The compiler: a traced program and a plan → a distributed program."""
+"""The compiler: a module → a prepared program; with a plan → a distributed program."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
 
 from .ir.graph import B, Program, S
 from .ir.text import program_text
-from .passes import PASSES, Pass
+from .passes import PASSES, PREPARE, Pass
 from .plan import Plan
 from .rules import Axis
-from .rules.verify import verify
+from .rules.verify import check_data_axis, verify
+from .trace.export import trace
+from .trace.huggingface import traceable
+from .trace.layers import class_names, split_layers
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 _TYPED_FROM, _CONVERTED_FROM = "shard_parameters", "insert_conversions"
+
+
+def prepare(model: nn.Module, inputs: Mapping[str, Any], precision: str) -> Program:
+    """Trace a model in the compute dtype, run PREPARE, and cut it into layers; typed on the data axes."""
+    with traceable(model, inputs):
+        program = trace(model, inputs, DTYPES[precision])
+    for step in PREPARE:
+        program = step.apply(program, None)
+    program = split_layers(program, class_names(model))
+    check_data_axis(program)
+    return program
 
 
 def compile_program(program: Program, plan: Plan) -> Program:

@@ -32,10 +32,14 @@ class Solution:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """A torch optimizer class by name, with keyword arguments over torch's defaults."""
+    """A torch optimizer class by name, with keyword arguments over torch's defaults.
+
+    groups: (parameter names, their own keyword arguments), in the order of the user's parameter groups.
+    """
 
     name: str = "AdamW"
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    groups: tuple[tuple[tuple[str, ...], Mapping[str, Any]], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,11 @@ class Plan:
             "zero": self.zero,
             "recompute": list(self.recompute),
             "precision": self.precision,
-            "optimizer": {"name": self.optimizer.name, "kwargs": dict(self.optimizer.kwargs)},
+            "optimizer": {
+                "name": self.optimizer.name,
+                "kwargs": _plain(self.optimizer.kwargs),
+                "groups": [{"names": list(names), **_plain(own)} for names, own in self.optimizer.groups],
+            },
             "layout": self.solution.name,
             "placements": {
                 block: {node: str(strategy) for node, strategy in nodes.items()}
@@ -122,7 +130,7 @@ class Plan:
             zero=data["zero"],
             recompute=tuple(data["recompute"]),
             precision=data["precision"],
-            optimizer=Optimizer(data["optimizer"]["name"], data["optimizer"]["kwargs"]),
+            optimizer=_read_optimizer(data["optimizer"]),
             solution=Solution(mesh.tp, strategies, data.get("layout", "")),
         )
 
@@ -132,3 +140,15 @@ class Plan:
     @staticmethod
     def load(path: Path) -> Plan:
         return Plan.from_dict(yaml.safe_load(path.read_text()))
+
+
+def _plain(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments as YAML and JSON can hold them."""
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in kwargs.items()}
+
+
+def _read_optimizer(data: Mapping[str, Any]) -> Optimizer:
+    groups = tuple(
+        (tuple(group["names"]), {k: v for k, v in group.items() if k != "names"}) for group in data.get("groups", ())
+    )
+    return Optimizer(data["name"], dict(data["kwargs"]), groups)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import fx
 
@@ -92,7 +93,19 @@ class _ModelSource:
             shown = f"range({recompute[0]}, {recompute[-1] + 1})" if whole else str(recompute)
             lines.append(f"RECOMPUTE = {shown}  # layers whose activations backward computes again")
         lines += self._fused_constants()
+        if self.plan.optimizer.groups:
+            lines += ["# (parameter names, options over the optimizer's)", "PARAMETER_GROUPS = ("]
+            lines += [f"    ({_tuple(names)}, {_dict(own)})," for names, own in self._groups()]
+            lines.append(")")
         return "\n".join(lines)
+
+    def _groups(self) -> list[tuple[list[str], Mapping[str, Any]]]:
+        """The user's parameter groups by the program's names: fused parameters by their parts."""
+        fused = self.program.fused
+        return [
+            ([part for name in names for part in (fused[name].parts if name in fused else (name,))], own)
+            for names, own in self.plan.optimizer.groups
+        ]
 
     def _fused_constants(self) -> list[str]:
         """PARTS: part → (parameter of the original model, dim, start, length)."""

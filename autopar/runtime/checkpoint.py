@@ -5,7 +5,7 @@ Keys: `model.<original name>` (tied parameters once), `optimizer.<parameter name
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -15,15 +15,9 @@ from torch.distributed.checkpoint.state_dict_loader import load as read_checkpoi
 from torch.distributed.checkpoint.state_dict_saver import save as write_checkpoint
 from torch.distributed.tensor import DTensor
 
-from .optimizer import Optimizer
+from .optimizer import Optimizer, Parameters
 from .parameters import Value
 from .weights import Names, read_tensors
-
-Parameters = Mapping[str, nn.Parameter]
-
-
-def is_checkpoint(folder: Path) -> bool:
-    return (folder / ".metadata").exists()
 
 
 def full(x: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ of each unit (a layer, or the rest of the stage), with m micro-batches.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,16 +24,6 @@ from .mesh import Mesh
 from .parameters import Value, materialise
 
 BUCKET_ELEMENTS = 8 * 2**20
-
-
-class DataParallel(Protocol):
-    """How the replicas of a stage keep their gradients together."""
-
-    def before_backward(self, last: bool) -> None:
-        """Called before the backward of each micro-batch; `last` of the step's."""
-
-    def after_backward(self) -> None:
-        """Called once a step, after the last backward; then each gradient is the global one, or its shard."""
 
 
 def distribute(model: nn.Module, layers: Sequence[str], value: Value, mesh: Mesh) -> DataParallel:
@@ -66,9 +55,10 @@ class Replicated:
         self._model, self._mesh = model, mesh
 
     def before_backward(self, last: bool) -> None:
-        pass
+        """Called before the backward of each micro-batch; `last` of the step's."""
 
     def after_backward(self) -> None:
+        """Called after a step's last backward; then each gradient is the global one, or its shard."""
         parameters = [p for p in self._model.parameters() if p.grad is not None]
         self._sum_partial(parameters)
         if self._mesh.size("data") > 1:
@@ -81,8 +71,7 @@ class Replicated:
             return
         all_reduce_buckets([local_part(p.grad) for p in partial], self._mesh.group("tp"))
         for p in partial:
-            grad = local_part(p.grad)
-            p.grad = DTensor.from_local(grad, self._mesh.axes["tp"], [Replicate()], run_check=False)
+            p.grad = DTensor.from_local(local_part(p.grad), self._mesh.axes["tp"], [Replicate()], run_check=False)
 
 
 class Sharded:
@@ -100,7 +89,10 @@ class Sharded:
         self._model.set_is_last_backward(last or self._settings.pp == 1)
 
     def after_backward(self) -> None:
-        pass
+        """Nothing is left to do: fully_shard has reduced in the backwards."""
+
+
+DataParallel = Replicated | Sharded  # how the replicas of a stage keep their gradients together
 
 
 def _shard(unit: nn.Module, mesh: Mesh) -> None:
@@ -111,8 +103,7 @@ def _shard(unit: nn.Module, mesh: Mesh) -> None:
         reduce_dtype=torch.float32 if bf16 else None,
         cast_forward_inputs=False,
     )
-    free_early = mesh.settings.zero == 3
-    fully_shard(unit, mesh=mesh.fully_shard_mesh, reshard_after_forward=free_early, mp_policy=policy)
+    fully_shard(unit, mesh=mesh.fully_shard_mesh, reshard_after_forward=mesh.settings.zero == 3, mp_policy=policy)
     # Losses are shares of the global mean, so gradients are summed. Sum first: gloo has no scaled reduction.
     # These two are not recursive, hence set on every unit.
     assert isinstance(unit, FSDPModule)

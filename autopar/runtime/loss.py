@@ -24,8 +24,7 @@ def embedding(ids: Tensor, weight: Tensor, size: int, axis: str) -> Tensor:
     if start == stop:  # more ranks than chunks: nothing to look up, but the gradient path stays
         return weight.new_zeros((*ids.shape, weight.shape[1])) + weight.sum()
     outside = (ids < start) | (ids >= stop)
-    rows = F.embedding((ids - start).masked_fill(outside, 0), weight)
-    return rows.masked_fill(outside.unsqueeze(-1), 0)
+    return F.embedding((ids - start).masked_fill(outside, 0), weight).masked_fill(outside.unsqueeze(-1), 0)
 
 
 def cross_entropy(logits: Tensor, target: Tensor, size: int, axis: str, ignore_index: int = -100) -> Tensor:

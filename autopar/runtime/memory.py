@@ -28,12 +28,10 @@ class LiveStorage(TorchDispatchMode):
 
     def live(self) -> int:
         """Bytes now. Counts again, because fully_shard frees by resizing storages that stay alive."""
-        self._bytes = 0
         for key, (reference, _) in list(self._storages.items()):
             storage = reference()
-            size = 0 if storage is None else storage.nbytes()
-            self._storages[key] = (reference, size)
-            self._bytes += size
+            self._storages[key] = (reference, 0 if storage is None else storage.nbytes())
+        self._bytes = sum(size for _, size in self._storages.values())
         return self._bytes
 
     def reset(self) -> None:
@@ -45,15 +43,14 @@ class LiveStorage(TorchDispatchMode):
                 self._add(t.untyped_storage())
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        # Python's storage objects come and go; `_cdata`, private, is the only identity of the storage itself.
+        # `_cdata`, private, is the only identity of a storage: Python's objects for it come and go.
         key, size = storage._cdata, storage.nbytes()
-        known = self._storages.get(key)
-        if known is None:
-            self._storages[key] = (weakref.ref(storage), size)
+        if key not in self._storages:
+            self._storages[key] = (weakref.ref(storage), 0)
             weakref.finalize(storage, self._remove, key)
-        elif known[1] != size:
-            self._storages[key] = (known[0], size)
-        self._bytes += size - (known[1] if known else 0)
+        reference, known = self._storages[key]
+        self._storages[key] = (reference, size)
+        self._bytes += size - known
         if self._bytes > self.peak:
             self.peak = max(self.peak, self.live())
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,20 +64,14 @@ def init_mesh(settings: Settings, device: torch.device | str | None = None) -> M
     _check_world_size(settings)
     device = _device(device)
     if not dist.is_initialized():
-        _init_process_group(device)
+        _current = None
+        alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", **alone)
     if _current is not None and _layout(_current.settings) == _layout(settings) and _current.device == device:
         _current = replace(_current, settings=settings)
     else:
         _current = _build(settings, device)
     return _current
-
-
-def destroy_mesh() -> None:
-    """Leave the process group."""
-    global _current
-    _current = None
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _layout(settings: Settings) -> tuple[int, ...]:
@@ -91,13 +86,11 @@ def _build(settings: Settings, device: torch.device) -> Mesh:
     pp, replicate, shard, tp, dp, cp = _layout(settings)
     names = ("pp", "replicate", "shard", "tp")
     root = init_device_mesh(device.type, (pp, replicate, shard, tp), mesh_dim_names=names)
-    data = root["replicate"] if replicate > 1 else root["shard"]
-    axes = {"pp": root["pp"], "data": data, "dp": data, "tp": root["tp"], "cp": root["replicate"]}
+    data, one = (root["replicate"], root["shard"]) if replicate > 1 else (root["shard"], root["replicate"])
+    axes = {"pp": root["pp"], "data": data, "dp": data, "cp": one, "tp": root["tp"]}
     if cp > 1:
         split = init_device_mesh(device.type, (pp, dp, cp, tp), mesh_dim_names=("pp", "dp", "cp", "tp"))
         axes |= {"dp": split["dp"], "cp": split["cp"]}
-    elif replicate > 1:
-        axes["cp"] = root["shard"]
     return Mesh(settings, device, root, axes)
 
 
@@ -108,14 +101,6 @@ def _device(device: torch.device | str | None) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
-
-
-def _init_process_group(device: torch.device) -> None:
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:  # plain `python train.py` on one device
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
 
 
 def _check_world_size(settings: Settings) -> None:

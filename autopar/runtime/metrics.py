@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
-from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -13,7 +12,10 @@ import torch.distributed as dist
 
 from .memory import LiveStorage
 from .mesh import Mesh
+from .settings import Settings
 from .trainer import StepResult
+
+Record = dict[str, float | None]
 
 
 class Meter:
@@ -24,14 +26,10 @@ class Meter:
     """
 
     def __init__(self, log: Path | None, measure_memory: bool = False) -> None:
-        self._log, self._storage = log, LiveStorage() if measure_memory else None
-        self._start = 0.0
-
-    @contextlib.contextmanager
-    def counting(self) -> Iterator[None]:
-        """Around all that allocates, from before the model is built."""
-        with self._storage or contextlib.nullcontext():
-            yield
+        self._log, self._start = log, 0.0
+        self._storage = LiveStorage() if measure_memory else None
+        # To be entered before the model is built: what is not seen to be allocated is not counted.
+        self.counting: AbstractContextManager[object] = self._storage or nullcontext()
 
     def start(self) -> None:
         if self._storage:
@@ -44,13 +42,13 @@ class Meter:
         """Every rank calls, once `result` is a number: the device has done the step by then, or nearly."""
         if mesh.device.type == "cuda":
             torch.cuda.synchronize()
-        record = _record(step, result, time.perf_counter() - self._start, mesh)
-        record["memory_bytes"] = self._memory(mesh)
+        time_s = time.perf_counter() - self._start
+        record = _record(step, result, time_s, self._memory(mesh), mesh.settings)
         if dist.get_rank() == 0:
             print(_progress(record), flush=True)
             if self._log:
                 with self._log.open("a") as file:
-                    file.write(json.dumps(record) + "\n")
+                    print(json.dumps(record), file=file)
 
     def _memory(self, mesh: Mesh) -> int | None:
         if mesh.device.type != "cuda" and not self._storage:
@@ -61,8 +59,7 @@ class Meter:
         return int(largest)
 
 
-def _record(step: int, result: StepResult, time_s: float, mesh: Mesh) -> dict[str, float | None]:
-    settings = mesh.settings
+def _record(step: int, result: StepResult, time_s: float, memory: int | None, settings: Settings) -> Record:
     flops, peak_flops = settings.flops_per_step, settings.peak_flops
     mfu = flops / (time_s * peak_flops * settings.world_size) if flops and peak_flops else None
     return {
@@ -71,13 +68,13 @@ def _record(step: int, result: StepResult, time_s: float, mesh: Mesh) -> dict[st
         "grad_norm": result.grad_norm,
         "tokens_per_s": settings.global_batch * settings.sequence / time_s,
         "mfu": mfu,
-        "memory_bytes": None,
+        "memory_bytes": memory,
         "measured_step_s": time_s,
         "predicted_step_s": settings.predicted_step_s,
     }
 
 
-def _progress(record: dict[str, float | None]) -> str:
+def _progress(record: Record) -> str:
     time_s, predicted = record["measured_step_s"] or 0.0, record["predicted_step_s"]
     parts = [
         f"step {record['step']}",

@@ -27,10 +27,9 @@ class Optimizer:
 
     def __init__(self, parameters: Parameters, name: str, options: Mapping[str, Any], groups: Groups = ()) -> None:
         self._parameters = parameters
-        self._parts = {n: _part(p) for n, p in parameters.items()}
+        self._parts = {n: nn.Parameter(local_part(p.detach()), p.requires_grad) for n, p in parameters.items()}
         named = {n for names, _ in groups for n in names}
         layout = [*groups, ([n for n in parameters if n not in named], {})]
-        # A group of which this stage has no parameter is kept: groups are the same on every rank.
         param_groups = [
             {"params": [(n, self._parts[n]) for n in names if n in parameters], **options} for names, options in layout
         ]
@@ -61,10 +60,6 @@ class Optimizer:
         return DTensor.from_local(value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
 
-def _part(p: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(local_part(p.detach()), p.requires_grad)
-
-
 def square_sum(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Tensor:
     """This rank's summand of the squared global gradient norm, 0-dim fp64.
 
@@ -88,10 +83,11 @@ def _shards(x: Tensor) -> int:
     return math.prod(x.device_mesh.size(i) for i, p in enumerate(x.placements) if not p.is_replicate())
 
 
-def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
+def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, limit: float) -> None:
+    """As torch.nn.utils.clip_grad_norm_, given the norm: every rank scales by the same factor."""
     for p in parameters:
-        if p.grad is not None:
-            local_part(p.grad).mul_(factor)
+        if p.grad is not None and norm + 1e-6 > limit:
+            local_part(p.grad).mul_(limit / (norm + 1e-6))
 
 
 class Tied:

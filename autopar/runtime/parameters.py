@@ -49,10 +49,9 @@ def tie(module: nn.Module, alias: str, original: str, shape: Shape, shard: int |
     """Make `alias` the same parameter as `original` where this stage has it, else a copy kept equal."""
     tied = dict(module.named_parameters(remove_duplicate=False)).get(original)
     if tied is None:
-        parameter(module, alias, shape, shard)
-    else:
-        owner, leaf = _owner(module, alias)
-        owner.register_parameter(leaf, tied)
+        return parameter(module, alias, shape, shard)
+    owner, leaf = _owner(module, alias)
+    owner.register_parameter(leaf, tied)
 
 
 def local(p: Tensor) -> Tensor:
@@ -76,8 +75,7 @@ def materialise(module: nn.Module, prefix: str, value: Value) -> None:
         for leaf, p in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
             if p.device.type == "meta":
                 if id(p) not in made:
-                    filled = _filled(p, value(dot + leaf, p.shape))
-                    made[id(p)] = nn.Parameter(filled, requires_grad=p.requires_grad)
+                    made[id(p)] = nn.Parameter(_filled(p, value(dot + leaf, p.shape)), p.requires_grad)
                 owner.register_parameter(leaf, made[id(p)])
         for leaf, b in list(owner.named_buffers(recurse=False)):
             if b.device.type == "meta":
@@ -112,11 +110,9 @@ def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     """The container of a dotted name, made where it is missing, and the last part of the name."""
     *path, leaf = name.split(".")
     for part in path:
-        child = getattr(module, part, None)
-        if child is None:
-            child = nn.Module()
-            module.add_module(part, child)
-        module = child
+        if not hasattr(module, part):
+            module.add_module(part, nn.Module())
+        module = module.get_submodule(part)
     return module, leaf
 
 

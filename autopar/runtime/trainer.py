@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from . import checkpoint
 from .data_parallel import distribute
 from .mesh import init_mesh
-from .optimizer import Optimizer, Tied, scale_gradients, square_sum
+from .optimizer import Optimizer, Tied, clip_gradients, square_sum
 from .pipeline import Batch, make_run
 from .random import seed_generators
 from .settings import Settings
@@ -50,7 +50,7 @@ class Trainer:
         settings: Settings = program.SETTINGS
         folder = Path(program.__file__ or ".").parent
         weights = folder if weights is None else weights
-        saved = weights if isinstance(weights, Path) and checkpoint.is_checkpoint(weights) else None
+        saved = weights if isinstance(weights, Path) and (weights / ".metadata").exists() else None
 
         self.mesh = init_mesh(settings, device)
         seed_generators(seed, self.mesh)
@@ -77,7 +77,8 @@ class Trainer:
         self.data_parallel.after_backward()
         self.tied.sum_gradients()
         result = self._totals(loss)
-        self._clip(result.grad_norm)
+        if self.clip is not None:
+            clip_gradients(self.parameters.values(), result.grad_norm, self.clip)
         self.optimizer.step()
         self.steps += 1
         return result
@@ -104,7 +105,7 @@ class Trainer:
         """Loss terms of the whole global batch."""
         wanted = inspect.signature(self._count_targets).parameters
         count: Tensor = self._count_targets(**{name: batch[name] for name in wanted})
-        if self.mesh.size("data") > 1:
+        if self.mesh.size("dp") > 1:
             dist.all_reduce(count := count.clone(), group=self.mesh.group("dp"))
         return count
 
@@ -115,8 +116,3 @@ class Trainer:
         if self.settings.world_size > 1:
             dist.all_reduce(totals)
         return StepResult(float(totals[0]), float(totals[1].sqrt()))
-
-    def _clip(self, grad_norm: float) -> None:
-        """As torch.nn.utils.clip_grad_norm_: every rank scales by the same factor."""
-        if self.clip is not None and grad_norm + 1e-6 > self.clip:
-            scale_gradients(self.parameters.values(), self.clip / (grad_norm + 1e-6))

@@ -72,8 +72,7 @@ def read_weights(weights: Path | Mapping[str, Tensor], program: Path, seed: int)
             return tensors[name]
         if name in recipes and weights == program:
             return draw(recipes[name], shape, seed, name)
-        where = "the given tensors" if isinstance(weights, Mapping) else f"{weights}/{WEIGHTS}"
-        raise ValueError(f"no values for {name!r} in {where}: give --init a folder that has them")
+        raise ValueError(f"no values for {name!r} in {WEIGHTS}: give --init a folder that has them")
 
     return value
 

@@ -75,6 +75,32 @@ MEGATRON_SP = Layout("megatron-sp", sequence=True, hidden=Shard(1), divide=True)
 FREE = Layout("free", sequence=True, hidden=None, divide=False)
 
 
+LAYOUTS = (MEGATRON, MEGATRON_SP, FREE)
+
+
+def replicated(program: Program) -> Solution:
+    """The typing of a program on an axis of size 1."""
+    strategies = {
+        block.name: {n.name: Strategy((REPLICATE,) * len(node_inputs(n)), REPLICATE) for n in block.nodes}
+        for block in program.blocks.values()
+        if program.count(block.name)
+    }
+    return Solution(1, strategies, "")
+
+
+def why_not(program: Program, tp: int, values: Mapping[sympy.Symbol, int]) -> str | None:
+    """Why the model cannot be tensor-parallel over `tp` ranks ("25 heads"), or None if it can."""
+    for block, node in program.each_op():
+        if rule_of(node).kind != "attention":
+            continue
+        for operand, what in zip(node_inputs(node)[:2], ("heads", "K/V heads"), strict=True):
+            heads = info(operand).shape[1].subs(dict(values))
+            if heads % tp:
+                place = f"{block.name}{f'.{info(node).module}' if info(node).module else ''}"
+                return f"{heads} {what} of {place} are not divisible by {tp}"
+    return None
+
+
 def solve(program: Program, axis: Axis, costs: Costs, layout: Layout = FREE) -> Solution:
     """The cheapest typing of the program on the axis; raises InfeasibleError where there is none."""
     return _Search(program, axis, costs, layout).solution()

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import model
 from runtime.data import Loader, load_dataset
-from runtime.mesh import destroy_mesh
 from runtime.metrics import Meter
 from runtime.trainer import Trainer
+from torch.distributed import destroy_process_group
 from torch.distributed.elastic.multiprocessing.errors import record
 
 HERE = Path(__file__).resolve().parent
@@ -49,7 +49,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     args = parse_arguments()
     meter = Meter(args.log, args.measure_memory)
-    with meter.counting():
+    with meter.counting:
         trainer = Trainer(model, args.init, seed=args.seed, lr=args.lr, clip=args.clip)
         dataset = load_dataset(args.data, model.SETTINGS)
         loader = Loader(dataset, trainer.mesh, shuffle=not args.no_shuffle, seed=args.seed)
@@ -60,7 +60,7 @@ def main() -> None:
             meter.stop(step, result, trainer.mesh)
     if args.save:
         trainer.save(args.save)
-    destroy_mesh()
+    destroy_process_group()
 
 
 if __name__ == "__main__":

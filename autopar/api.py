@@ -1,0 +1,231 @@
+"""The public interface, and the whole flow on one screen: model → program → costs → search → plan → source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import sympy
+import torch
+from torch import nn
+
+from .compiler import compile_program, prepare
+from .cost_models.describe import describe
+from .cost_models.hardware import Cluster
+from .cost_models.layer_costs import ModelCosts
+from .cost_models.step_time import Estimate
+from .emit.load import load_source
+from .emit.project import save_project
+from .emit.source import Predicted, model_source
+from .errors import PlanError
+from .ir.graph import B, Program, S
+from .placement import Strategy
+from .plan import Plan, Solution
+from .request import Job, OptimizerLike, make_job
+from .rules import Axis
+from .search.explain import explain, plan_table, why_not as why_slower
+from .search.intra_op import LAYOUTS, Layout, TimeCosts, replicated, solve, why_not
+from .search.search import SearchResult, search
+from .search.space import Pins, divisors
+from .trace.initialise import Weights, weights_of
+from .verification import Parity, verify_plan
+
+Solutions = Mapping[tuple[int, str], Solution]
+
+
+def parallelize(
+    model: nn.Module | Callable[[], nn.Module],
+    gpus: int | Cluster | None = None,
+    *,
+    gpu: str | None = None,
+    memory: str | float | None = None,
+    inputs: Mapping[str, Any] | None = None,
+    loss: Callable[[Any, Mapping[str, Any]], torch.Tensor] | None = None,
+    sequence: int | None = None,
+    global_batch: int | None = None,
+    optimizer: OptimizerLike = None,
+    precision: str | None = None,
+    sequence_parallel: bool | None = None,
+    **pins: Any,
+) -> Parallelized:
+    """The fastest plan for training `model` on `gpus` GPUs within `memory` bytes each, and its program.
+
+    model: a module with real or meta weights, or a function that builds one (built on meta).
+    inputs: example keyword inputs with labels, batch on dim 0; not needed for Hugging Face models.
+    loss: (outputs, batch) → scalar, where forward returns no loss. sequence: tokens; global_batch: samples.
+    pins (pp, dp, tp, zero, micro_batch, schedule, recompute) fix a choice, forbid={"zero": [3]} bans some;
+    sequence_parallel=True or False fixes Megatron's layout with or without sequence parallelism.
+    Raises PlanError (a ValueError) naming what is wrong, where, and the way out.
+    """
+    job = make_job(
+        model, gpus, gpu=gpu, memory=memory, inputs=inputs, loss=loss, sequence=sequence,
+        global_batch=global_batch, optimizer=optimizer, precision=precision,
+    )  # fmt: skip
+    program = prepare(job.model, job.inputs, job.precision)
+    chosen = _pins(pins)
+    illegal = _illegal(program, job, chosen)
+    layouts = [layout for layout in LAYOUTS if sequence_parallel is None or layout.name == _named(sequence_parallel)]
+    solutions = solve_layouts(program, job, [tp for tp in _sizes(job, chosen) if tp not in illegal], layouts)
+    return Parallelized(job, program, solutions, _search(job, program, solutions, chosen, illegal))
+
+
+def estimate(model: nn.Module | Callable[[], nn.Module], gpus: int | Cluster | None = None, **kwargs: Any) -> Estimate:
+    """The prediction alone, with the arguments of `parallelize`: pin every choice to price one plan."""
+    return parallelize(model, gpus, **kwargs).estimate
+
+
+@dataclass(frozen=True)
+class Parallelized:
+    """A plan with its program. `print` shows the plan table; `explain`, `compare`, `save`, `build`, `verify`."""
+
+    job: Job
+    program: Program
+    solutions: Solutions
+    result: SearchResult
+
+    @cached_property
+    def plan(self) -> Plan:
+        candidate = self.result.chosen.plan
+        return replace(candidate, solution=self.solutions[candidate.mesh.tp, candidate.solution.name])
+
+    @property
+    def estimate(self) -> Estimate:
+        return self.result.chosen.estimate
+
+    @cached_property
+    def weights(self) -> Weights:
+        return weights_of(self.job.model, self.job.factory)
+
+    def __str__(self) -> str:
+        tied = set(self.program.tied)
+        sizes = (sympy.Mul(*t.shape) for name, t in self.program.parameters.items() if name not in tied)
+        table = plan_table(self.result, self.job.name, int(sum(sizes)))
+        notes = "".join(f"\n default: {note}" for note in self.job.notes)
+        return table + notes
+
+    def explain(self) -> str:
+        """Time and memory of each stage, and what the runners-up lose."""
+        return explain(self.result)
+
+    def compare(self, sequence_parallel: bool | None = None, **pins: Any) -> str:
+        """What if: the best plan with these pins beside the chosen one."""
+        chosen = _pins(pins)
+        illegal = _illegal(self.program, self.job, chosen)
+        solutions = {
+            key: s for key, s in self.solutions.items() if sequence_parallel is None or key[1] == _named(sequence_parallel)
+        }
+        other = _search(self.job, self.program, solutions, chosen, illegal)
+        both = replace(self.result, best=(self.result.chosen, other.chosen))
+        return f"{replace(self, result=both)}\n{why_slower(other.chosen, self.result.chosen)}"
+
+    def source(self, plan: Plan | None = None) -> str:
+        """The text of model.py."""
+        plan = plan or self.plan
+        return model_source(compile_program(self.program, plan), plan, self._predicted(plan), str(self))
+
+    def save(self, folder: str | Path, plan: Plan | None = None) -> Path:
+        """Write the program: model.py, train.py, runtime/, plan.yaml, weights and launch files."""
+        folder, plan = Path(folder), plan or self.plan
+        source = self.source(plan)
+        if self.weights.missing:
+            names = ", ".join(self.weights.missing[:3])
+            print(f"{len(self.weights.missing)} parameters ({names}, …) have no values: train with --init DIR")
+        save_project(
+            folder,
+            source,
+            plan,
+            self.weights,
+            name=self.job.name,
+            summary=f"```\n{self}\n```\n\n```\n{self.explain()}\n```",
+            gpus_per_node=self.job.cluster.hardware.gpus_per_node,
+        )
+        return folder
+
+    def load(self) -> ModuleType:
+        """The emitted model.py as a module of this process."""
+        return load_source(self.source())
+
+    def build(self, **options: Any) -> Any:
+        """The trainer of this rank, when already under torchrun: `.model` is its module, `.step(batch)` trains."""
+        from .runtime.trainer import Trainer  # only here: planning needs no process group
+
+        if self.weights.missing:
+            raise PlanError(f"{len(self.weights.missing)} parameters have no values: build the model on the CPU")
+        return Trainer(self.load(), dict(self.weights.values), **options)
+
+    def verify(self, steps: int = 5) -> Parity:
+        """Train the emitted program and the original for a few steps in fp64 on CPU processes, and compare."""
+        return verify_plan(self.job, self.plan, steps)
+
+    def _predicted(self, plan: Plan) -> Predicted:
+        if plan.mesh != self.plan.mesh:
+            return Predicted()
+        values = {B: plan.micro_batch, S: plan.sequence}
+        micro_batches = plan.accumulation * plan.mesh.dp
+        flops = float(self.result.chosen.model.unsharded_flops.subs(values)) * micro_batches
+        return Predicted(self.estimate.step_time_s, 3 * flops, self.job.cluster.hardware.peak(plan.precision))
+
+
+def solve_layouts(
+    program: Program, job: Job, sizes: Sequence[int], layouts: Sequence[Layout]
+) -> dict[tuple[int, str], Solution]:
+    """The solutions of the intra-op search for each tp size; those of equal placements once."""
+    values = {B: 1, S: job.sequence}
+    found: dict[tuple[int, str], Solution] = {}
+    for tp in sizes:
+        if tp == 1:
+            found[1, ""] = replicated(program)
+            continue
+        costs = TimeCosts(job.cluster.hardware, job.precision, tp, values)
+        seen: list[Mapping[str, Mapping[str, Strategy]]] = []
+        for layout in layouts:
+            solution = solve(program, Axis("tp", tp, sequence=layout.sequence, values=values), costs, layout)
+            if solution.strategies not in seen:
+                seen.append(solution.strategies)
+                found[tp, layout.name] = solution
+    return found
+
+
+def _search(
+    job: Job, program: Program, solutions: Solutions, pins: Pins, illegal: Mapping[int, str]
+) -> SearchResult:
+    values = {B: 1, S: job.sequence}
+    models: dict[int, list[ModelCosts]] = {}
+    for (tp, _), solution in solutions.items():
+        models.setdefault(tp, []).append(describe(program, solution, values))
+    return search(
+        models, job.cluster, global_batch=job.global_batch, sequence=job.sequence, budget_bytes=job.budget_bytes,
+        precision=job.precision, optimizer=job.optimizer, pins=pins, illegal_tp=illegal,
+    )  # fmt: skip
+
+
+def _sizes(job: Job, pins: Pins) -> list[int]:
+    """tp sizes worth a look: divisors of the cluster inside one node, unless pinned."""
+    if pins.tp is not None:
+        return [pins.tp]
+    return [t for t in divisors(job.cluster.gpus) if t <= job.cluster.hardware.gpus_per_node]
+
+
+def _illegal(program: Program, job: Job, pins: Pins) -> dict[int, str]:
+    values = {B: 1, S: job.sequence}
+    low, high = program.sequence_range
+    if not low <= job.sequence <= high:
+        raise PlanError(f"sequence={job.sequence}: the model's forward allows {low} to {high} (a branch on the length)")
+    reasons = {tp: why_not(program, tp, values) for tp in _sizes(job, pins) if tp > 1}
+    return {tp: reason for tp, reason in reasons.items() if reason is not None}
+
+
+def _pins(pins: Mapping[str, Any]) -> Pins:
+    unknown = sorted(set(pins) - set(Pins.__dataclass_fields__))
+    if unknown:
+        legal = ", ".join(Pins.__dataclass_fields__)
+        raise PlanError(f"{', '.join(unknown)}: no such option; pins are {legal} and sequence_parallel")
+    return Pins(**pins)
+
+
+def _named(sequence_parallel: bool) -> str:
+    return "megatron-sp" if sequence_parallel else "megatron"

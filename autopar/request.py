@@ -1,0 +1,178 @@
+"""What the user asked for, checked and with its defaults: model, inputs, cluster, batch, optimizer, budget."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .cost_models.hardware import Cluster, default_gpu
+from .errors import PlanError
+from .plan import PRECISIONS, Optimizer
+from .trace.huggingface import default_inputs, is_huggingface
+from .trace.initialise import build_on_meta
+
+# Elementwise: a shard of the state needs only the shard of the parameter.
+OPTIMIZERS = ("AdamW", "Adam", "SGD", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "ASGD", "Rprop")
+_LONGEST_DEFAULT = 8192
+_UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+OptimizerLike = str | type[torch.optim.Optimizer] | tuple[Any, Mapping[str, Any]] | torch.optim.Optimizer | None
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checked request. `notes` are the defaults taken, to be said aloud."""
+
+    model: nn.Module
+    factory: Callable[[], nn.Module] | None
+    inputs: Mapping[str, Any]
+    cluster: Cluster
+    global_batch: int
+    sequence: int
+    budget_bytes: float | None
+    precision: str
+    optimizer: Optimizer
+    notes: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return type(self.model).__name__
+
+
+def make_job(
+    model: nn.Module | Callable[[], nn.Module],
+    gpus: int | Cluster | None,
+    *,
+    gpu: str | None,
+    memory: str | float | None,
+    inputs: Mapping[str, Any] | None,
+    loss: Callable[[Any, Mapping[str, Any]], torch.Tensor] | None,
+    sequence: int | None,
+    global_batch: int | None,
+    optimizer: OptimizerLike,
+    precision: str | None,
+) -> Job:
+    """Check what was asked; raises PlanError naming what is wrong and the way out."""
+    notes: list[str] = []
+    factory = None if isinstance(model, nn.Module) else model
+    module = model if isinstance(model, nn.Module) else build_on_meta(model)
+    cluster = _cluster(gpus, gpu, notes)
+    precision = precision or ("fp32" if cluster.gpu == "cpu" else "bf16")
+    if precision not in PRECISIONS:
+        raise PlanError(f"precision={precision!r}: use one of {', '.join(PRECISIONS)}")
+    chosen_optimizer = read_optimizer(module, optimizer)
+    sequence = _sequence(module, inputs, sequence, notes)
+    if inputs is None:
+        inputs = _default_inputs(module, sequence)
+    if loss is not None:
+        module = with_loss(module, loss)
+    if global_batch is None:
+        global_batch = 8 * cluster.gpus
+        notes.append(f"global_batch={global_batch} (8 a GPU)")
+    return Job(
+        module, factory, inputs, cluster, global_batch, sequence, read_memory(memory), precision, chosen_optimizer,
+        tuple(notes),
+    )  # fmt: skip
+
+
+def _cluster(gpus: int | Cluster | None, gpu: str | None, notes: list[str]) -> Cluster:
+    if isinstance(gpus, Cluster):
+        return gpus
+    if gpus is None:
+        gpus = torch.cuda.device_count()
+        if not gpus:
+            raise PlanError("no GPU here: say how many to plan for, gpus=64, or gpus=4, gpu='cpu'")
+        notes.append(f"gpus={gpus} (all of this machine)")
+    if gpu is None:
+        gpu = default_gpu()
+        notes.append(f"gpu={gpu} ({'this machine' if torch.cuda.is_available() else 'default'})")
+    return Cluster(gpus, gpu)
+
+
+def _sequence(model: nn.Module, inputs: Mapping[str, Any] | None, sequence: int | None, notes: list[str]) -> int:
+    """The length asked, else of the inputs, else the longest the config allows up to 8,192."""
+    if sequence is not None:
+        return sequence
+    shapes = [v.shape for v in (inputs or {}).values() if isinstance(v, torch.Tensor) and v.dim() == 2]
+    if shapes:
+        return int(max(shape[1] for shape in shapes))
+    if inputs is not None:
+        return 1  # no sequence: images, features
+    longest = int(getattr(getattr(model, "config", None), "max_position_embeddings", _LONGEST_DEFAULT))
+    notes.append(f"sequence={min(longest, _LONGEST_DEFAULT)} (of the model's config)")
+    return min(longest, _LONGEST_DEFAULT)
+
+
+def _default_inputs(model: nn.Module, sequence: int) -> dict[str, Any]:
+    if not is_huggingface(model):
+        raise PlanError(
+            f"inputs are missing: {type(model).__name__} is no Hugging Face model, so pass example inputs by keyword, "
+            "inputs={'input_ids': ids, 'labels': labels}, labels included (meta tensors will do)"
+        )
+    return default_inputs(model, 2, min(sequence, 128))
+
+
+def with_loss(model: nn.Module, loss: Callable[[Any, Mapping[str, Any]], torch.Tensor]) -> nn.Module:
+    """The same model, names and all, whose forward takes the whole batch and returns `loss(outputs, batch)`."""
+    kind = type(model)
+    accepted = kind.forward.__code__.co_varnames[1 : kind.forward.__code__.co_argcount]
+
+    def forward(self: Any, **batch: Any) -> torch.Tensor:
+        outputs = kind.forward(self, **{name: value for name, value in batch.items() if name in accepted})
+        return loss(outputs, batch)
+
+    clone = copy.copy(model)
+    clone.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+    return clone
+
+
+def read_memory(memory: str | float | None) -> float | None:
+    """Bytes of "70GiB", "512 MiB", "80GB" or a number of bytes."""
+    if memory is None or isinstance(memory, int | float):
+        return memory
+    match = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]*)\s*", memory)
+    if not match or match[2].lower() not in _UNITS:
+        raise PlanError(f"memory={memory!r}: write it as '70GiB', '512MiB', '80GB' or a number of bytes")
+    return float(match[1]) * _UNITS[match[2].lower()]
+
+
+def read_optimizer(model: nn.Module, optimizer: OptimizerLike) -> Optimizer:
+    """A class, its name, (class, kwargs), or an optimizer made for this model, whose groups are kept by name."""
+    if optimizer is None:
+        return Optimizer()
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return _read_instance(model, optimizer)
+    kind, kwargs = optimizer if isinstance(optimizer, tuple) else (optimizer, {})
+    name = kind if isinstance(kind, str) else kind.__name__
+    _check_elementwise(name)
+    return Optimizer(name, dict(kwargs))
+
+
+def _read_instance(model: nn.Module, optimizer: torch.optim.Optimizer) -> Optimizer:
+    name = type(optimizer).__name__
+    _check_elementwise(name)
+    names = {id(p): n for n, p in model.named_parameters()}
+    defaults = type(optimizer)([nn.Parameter(torch.zeros(1))]).defaults
+    changed = {k: v for k, v in optimizer.defaults.items() if v != defaults.get(k)}
+    groups = []
+    for group in optimizer.param_groups:
+        missing = sum(id(p) not in names for p in group["params"])
+        if missing:
+            raise PlanError(f"{missing} parameters of the optimizer are not the model's: build it from this model")
+        own = {k: v for k, v in group.items() if k != "params" and v != optimizer.defaults.get(k)}
+        groups.append((tuple(names[id(p)] for p in group["params"]), own))
+    return Optimizer(name, changed, tuple(groups) if len(groups) > 1 else ())
+
+
+def _check_elementwise(name: str) -> None:
+    if name not in OPTIMIZERS:
+        raise PlanError(
+            f"optimizer {name!r} is not known to be elementwise, so shards of its state would compute something else: "
+            f"use one of {', '.join(OPTIMIZERS)}"
+        )
