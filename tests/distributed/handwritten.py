@@ -3,6 +3,8 @@
 The layout has both styles: Megatron's in attention, sequence parallelism in the MLP.
 """
 
+# mypy: disable-error-code="union-attr, arg-type, operator"
+# Parameters are declared by name, as in every emitted program; nn.Module gives them no types.
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -40,10 +42,10 @@ class OriginalBlock(nn.Module):
         h = self.ln_1(x)
         parts = self.attn["qkv"](h).chunk(3, -1) if self.fused else [self.attn[n](h) for n in "qkv"]
         q, k, v = (p.view(b, s, HEADS, -1).transpose(1, 2) for p in parts)
-        x = x + self.attn["proj"](
-            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, s, D)
-        )
-        return x + self.mlp["down"](F.gelu(self.mlp["up"](self.ln_2(x))))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, s, D)
+        x = x + self.attn["proj"](y)
+        out: Tensor = x + self.mlp["down"](F.gelu(self.mlp["up"](self.ln_2(x))))
+        return out
 
 
 class Original(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -51,30 +52,35 @@ def exchange(i: int, j: int) -> Map:
     return lambda xs, r: torch.cat([x.chunk(len(xs), j)[r] for x in xs], i)
 
 
-ROWS: dict[str, tuple[Callable[[Tensor], Tensor], Map, Map]] = {
-    "copy_to": (lambda x: c.copy_to(x, "tp"), same, total),
-    "all_reduce": (lambda x: c.all_reduce(x, "tp"), total, same),
-    "grad_from_first": (lambda x: c.grad_from_first(x, "tp"), same, first),
-    "value_from_first": (lambda x: c.value_from_first(x, "tp"), first, same),
-    "all_reduce_both": (lambda x: c.all_reduce_both(x, "tp"), total, total),
-    "both_from_first": (lambda x: c.both_from_first(x, "tp"), first, first),
-} | {
-    f"{name}({dim})": row
-    for dim in range(3)
-    for name, row in {
-        "split": (lambda x, d=dim: c.split(x, d, "tp"), part(dim), whole(dim)),
-        "gather": (lambda x, d=dim: c.gather(x, d, "tp"), whole(dim), part(dim)),
-        "all_gather": (lambda x, d=dim: c.all_gather(x, d, "tp"), whole(dim), scatter(dim)),
-        "reduce_scatter": (lambda x, d=dim: c.reduce_scatter(x, d, "tp"), scatter(dim), whole(dim)),
-        "take_shard": (lambda x, d=dim: c.take_shard(x, d, "tp"), part(dim), pad(dim)),
-        "pad_shard": (lambda x, d=dim: c.pad_shard(x, d, "tp"), pad(dim), part(dim)),
+Row = tuple[Callable[[Tensor], Tensor], Map, Map]  # the conversion, its map of the value and of the gradient
+
+
+def rows_with_dim(dim: int) -> dict[str, Row]:
+    other = (dim + 1) % 3
+    return {
+        "split": (partial(c.split, dim=dim, axis="tp"), part(dim), whole(dim)),
+        "gather": (partial(c.gather, dim=dim, axis="tp"), whole(dim), part(dim)),
+        "all_gather": (partial(c.all_gather, dim=dim, axis="tp"), whole(dim), scatter(dim)),
+        "reduce_scatter": (partial(c.reduce_scatter, dim=dim, axis="tp"), scatter(dim), whole(dim)),
+        "take_shard": (partial(c.take_shard, dim=dim, axis="tp"), part(dim), pad(dim)),
+        "pad_shard": (partial(c.pad_shard, dim=dim, axis="tp"), pad(dim), part(dim)),
         "all_to_all": (
-            lambda x, d=dim: c.all_to_all(x, d, (d + 1) % 3, "tp"),
-            exchange(dim, (dim + 1) % 3),
-            exchange((dim + 1) % 3, dim),
+            partial(c.all_to_all, from_dim=dim, to_dim=other, axis="tp"),
+            exchange(dim, other),
+            exchange(other, dim),
         ),
-    }.items()
-}  # fmt: skip
+    }
+
+
+ROWS: dict[str, Row] = {
+    "copy_to": (partial(c.copy_to, axis="tp"), same, total),
+    "all_reduce": (partial(c.all_reduce, axis="tp"), total, same),
+    "grad_from_first": (partial(c.grad_from_first, axis="tp"), same, first),
+    "value_from_first": (partial(c.value_from_first, axis="tp"), first, same),
+    "all_reduce_both": (partial(c.all_reduce_both, axis="tp"), total, total),
+    "both_from_first": (partial(c.both_from_first, axis="tp"), first, first),
+    **{f"{name}({dim})": row for dim in range(3) for name, row in rows_with_dim(dim).items()},
+}
 
 
 def noise(seed: int, shape: tuple[int, ...]) -> Tensor:
@@ -90,12 +96,12 @@ def test_value_and_gradient_of_each_conversion(tp: int) -> None:
             x = xs[rank].clone().requires_grad_()
             kept = x.detach().clone()
             y = convert(x)
-            torch.testing.assert_close(y, value(xs, rank), msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(y, value(xs, rank), msg=f"value of {name}")
             grads = [noise(100 + r, tuple(y.shape)) for r in range(tp)]
             kept_grad = grads[rank].clone()
             y.backward(grads[rank])
             assert x.grad is not None
-            torch.testing.assert_close(x.grad, gradient(grads, rank), msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(x.grad, gradient(grads, rank), msg=f"gradient of {name}")
             assert torch.equal(x, kept) and torch.equal(grads[rank], kept_grad), f"{name} changed its input"
 
     run_ranks(tp, rank_main)
@@ -126,6 +132,7 @@ def test_vocabulary_parallel_embedding_and_loss(tp: int, vocabulary: int) -> Non
         torch.testing.assert_close(out, expected)
         out.backward(upstream)
         expected.backward(upstream)
+        assert reference.grad is not None
         torch.testing.assert_close(rows.grad, reference.grad[own])
         for ignored in (slice(0, 0), slice(0, 4), slice(None)):
             target = ids.flatten().clone()
@@ -136,6 +143,7 @@ def test_vocabulary_parallel_embedding_and_loss(tp: int, vocabulary: int) -> Non
             torch.testing.assert_close(loss, expected)
             (loss * 0.5).backward()
             (expected * 0.5).backward()
+            assert full.grad is not None
             torch.testing.assert_close(part.grad, full.grad[:, own])
 
     run_ranks(tp, rank_main)

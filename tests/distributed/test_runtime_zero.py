@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.runtime.data_parallel import local_part
@@ -47,7 +48,7 @@ class DataCollectives(TorchDispatchMode):
     """Counts the collectives on one process group."""
 
     def __init__(self, group: ProcessGroup) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._name = group.group_name
         self.counts: Counter[str] = Counter()
 
@@ -143,15 +144,9 @@ def check_case(settings: Settings, kind: str, weights: dict[str, Tensor], refere
 
 
 def _tp_sharded(p: Tensor) -> bool:
-    placements = getattr(p, "placements", ())
-    return (
-        bool(placements)
-        and p.device_mesh.size(-1) > 1
-        and placements[-1].is_shard()
-        and (  # type: ignore[attr-defined]
-            p.device_mesh.mesh_dim_names[-1] == "tp"  # type: ignore[attr-defined]
-        )
-    )
+    if not isinstance(p, DTensor) or p.device_mesh.mesh_dim_names is None:
+        return False
+    return dict(zip(p.device_mesh.mesh_dim_names, p.placements, strict=True)).get("tp", Replicate()).is_shard()
 
 
 @pytest.mark.parametrize("tp", [1, 2])
