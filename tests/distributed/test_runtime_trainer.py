@@ -108,7 +108,7 @@ def test_checkpoints_resume_under_another_plan(tmp_path: Path) -> None:
     torch.save(dict(original().named_buffers()), tmp_path / "weights.pt")  # as in a saved program
     run_ranks(4, save)
     run_ranks(2, resume, make_settings(pp=2, micro_batches=2), tmp_path / "saved", 2, 3)
-    run_ranks(4, resume, make_settings(dp=2, tp=2), tmp_path / "saved3", 3, 4)
+    run_ranks(4, resume, make_settings(dp=2, tp=2, zero=2), tmp_path / "saved3", 3, 4)
     run_ranks(1, resume, make_settings(), tmp_path / "saved3", 3, 4)
     saved = {key for key in _keys(tmp_path / "saved") if key.startswith("model.")}
     names = {name for name, _ in model.named_parameters()}
@@ -162,8 +162,7 @@ def test_sixteen_bit_programs_keep_32_bit_masters() -> None:
     batches, model = make_batches(3), original().float()
     weights = weights_of(model)
 
-    def rank_main(rank: int, zero: int, dp: int) -> list[float]:
-        settings = make_settings(dp=dp, zero=zero, precision="bf16", micro_batches=2)
+    def rank_main(rank: int, settings: Settings) -> list[float]:
         trainer = Trainer(program(settings), weights, lr=1e-6, device="cpu")
         losses = [result.loss for result in train(trainer, batches)]
         moved = trainer.state_dict()
@@ -172,8 +171,11 @@ def test_sixteen_bit_programs_keep_32_bit_masters() -> None:
         return losses
 
     reference = reference_run(model, batches, lambda p: torch.optim.AdamW(p, lr=1e-6))
-    for zero, dp in ((0, 1), (0, 2), (1, 2), (2, 2), (3, 2)):
-        for losses in run_ranks(dp, rank_main, zero, dp):
+    cases: list[dict[str, int]] = [{}, *({"dp": 2, "zero": zero} for zero in range(4))]
+    cases += [{"pp": 2, "dp": 2, "tp": 2, "zero": zero} for zero in (0, 3)]
+    for case in cases:
+        settings = make_settings(**case, precision="bf16", micro_batches=2)
+        for losses in run_ranks(settings.world_size, rank_main, settings):
             assert losses == pytest.approx(reference.losses, rel=1e-2)
 
 
