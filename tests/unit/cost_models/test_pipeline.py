@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -15,24 +15,29 @@ from autopar.cost_models.pipeline import in_flight, order, simulate, simulate_on
 TORCH = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
 
-def torch_order(schedule: str, stages: int, micro_batches: int) -> list[list[tuple[str, int]]]:
-    """Forwards and backwards of each rank in torch's table. The table needs only these two counts."""
-    counts = SimpleNamespace(_num_stages=stages, _n_microbatches=micro_batches)
-    table = TORCH[schedule]._get_pipeline_order(counts)  # type: ignore[arg-type]
-    assert table is not None
-    kinds = {"FORWARD": "F", "FULL_BACKWARD": "B"}
-    orders = []
-    for rank in range(stages):
-        actions = [action for action in table[rank] if action and action.computation_type.name in kinds]
-        orders.append([(kinds[a.computation_type.name], a.microbatch_index or 0) for a in actions])
-    return orders
+def torch_order(schedule: str, stage: int, stages: int, micro_batches: int) -> list[tuple[str, int]]:
+    """The chunks that torch's own step loop runs on a stage, recorded by a stand-in for its PipelineStage.
+
+    Not `_get_pipeline_order`: in torch 2.13 its 1F1B table is off by one micro-batch on the last stage.
+    """
+    ran: list[tuple[str, int]] = []
+    recorder = MagicMock(stage_index=stage, is_last=stage == stages - 1)
+    for name in ("get_fwd_recv_ops", "get_fwd_send_ops", "get_bwd_recv_ops", "get_bwd_send_ops"):
+        getattr(recorder, name).return_value = []
+    recorder.forward_one_chunk.side_effect = lambda i, *args, **kwargs: ran.append(("F", i))
+    recorder.backward_one_chunk.side_effect = lambda i, *args, **kwargs: ran.append(("B", i))
+    loop = MagicMock(_n_microbatches=micro_batches, _num_stages=stages, _stage=recorder)
+    loop._check_inputs.return_value = ([()] * micro_batches, [{}] * micro_batches)
+    TORCH[schedule]._step_microbatches(loop)
+    return ran
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("stages", "micro_batches"), [(2, 2), (2, 5), (3, 3), (4, 4), (4, 16), (8, 11)])
 def test_orders_are_torchs(schedule: str, stages: int, micro_batches: int) -> None:
-    ours = [[tuple(op) for op in order(schedule, stage, stages, micro_batches)] for stage in range(stages)]
-    assert ours == torch_order(schedule, stages, micro_batches)
+    for stage in range(stages):
+        ours = [(str(kind), i) for kind, i in order(schedule, stage, stages, micro_batches)]
+        assert ours == torch_order(schedule, stage, stages, micro_batches)
 
 
 @given(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 8), st.integers(1, 20))

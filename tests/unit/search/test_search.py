@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, product
 from math import inf
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from autopar.cost_models.hardware import GIB, Cluster
+from autopar.cost_models.compute import ModelPrice, price_model, stage_shape, stage_time
+from autopar.cost_models.hardware import GIB, Cluster, Hardware
 from autopar.cost_models.layer_costs import ModelCosts
-from autopar.cost_models.step_time import estimate
+from autopar.cost_models.step_time import data_time, estimate_price, setting_of
 from autopar.errors import InfeasibleError, PlanError
-from autopar.plan import Plan
+from autopar.plan import Optimizer, Plan
 from autopar.search.explain import explain, plan_table
 from autopar.search.search import SearchResult, search
 from autopar.search.space import Choice, Pins, Request, enumerate_space
-from autopar.search.stages import StageCosts
 from tests.unit.cost_models.fabricate import model
 
 LAYERS, SEQUENCE = 4, 2048
+GPUS = ["h100-sxm-80gb", "l40s-48gb"]
 
 
 def small(tp: int, classes: int = 1) -> ModelCosts:
@@ -32,10 +33,9 @@ def llama(tps: tuple[int, ...] = (1, 2, 4, 8)) -> dict[int, list[ModelCosts]]:
     return {tp: [model(tp=tp)] for tp in tps}
 
 
-def recomputed(ranges: tuple[tuple[int, int], ...]) -> list[tuple[int, ...]]:
-    """Every subset of the layers."""
-    layers = range(ranges[-1][1])
-    return [subset for count in range(len(layers) + 1) for subset in combinations(layers, count)]
+def subsets(layers: int) -> list[tuple[int, ...]]:
+    """Every set of layers to recompute."""
+    return [subset for count in range(layers + 1) for subset in combinations(range(layers), count)]
 
 
 def splits(layers: int, stages: int) -> list[tuple[tuple[int, int], ...]]:
@@ -43,62 +43,66 @@ def splits(layers: int, stages: int) -> list[tuple[tuple[int, int], ...]]:
     return [tuple(zip((0, *cut), (*cut, layers), strict=True)) for cut in cuts]
 
 
-def brute_force(cost: ModelCosts, choice: Choice, request: Request, cluster: Cluster) -> float:
-    """Least step over all recompute sets and all splits whose slowest stage is least; inf if nothing fits."""
+def brute_force(price: ModelPrice, choice: Choice, request: Request, hardware: Hardware) -> float:
+    """Seconds of a step, over all recompute sets and all splits, of the plan whose slowest stage takes least."""
     best = (inf, inf, inf)
-    for ranges in splits(LAYERS, choice.mesh.pp):
-        for subset in recomputed(ranges):
-            plan = Plan(
-                choice.mesh,
-                request.global_batch,
-                choice.micro_batch,
-                SEQUENCE,
-                ranges,
-                choice.schedule,
-                choice.zero,
-                subset,
-            )
-            result = estimate(cost, plan, cluster)
-            if result.peak_bytes > request.budget_bytes:
-                continue
-            slowest = max(_steady_s(cost, plan, request, cluster))
-            best = min(best, (round(slowest, 9), result.peak_bytes, result.step_time_s))
+    for ranges, recompute in product(splits(LAYERS, choice.mesh.pp), subsets(LAYERS)):
+        plan = Plan(
+            choice.mesh,
+            request.global_batch,
+            choice.micro_batch,
+            SEQUENCE,
+            ranges,
+            choice.schedule,
+            choice.zero,
+            recompute,
+        )
+        result = estimate_price(price, plan, hardware)
+        if result.peak_bytes <= request.budget_bytes:
+            slowest_s = max(steady_s(price, plan, hardware))
+            best = min(best, (round(slowest_s, 9), result.peak_bytes, result.step_time_s))
     return best[2]
 
 
-def _steady_s(cost: ModelCosts, plan: Plan, request: Request, cluster: Cluster) -> list[float]:
-    """Seconds of a micro-batch on each stage, as the boundaries' dynamic program counts them."""
-    from autopar.cost_models.compute import price_model
+def steady_s(price: ModelPrice, plan: Plan, hardware: Hardware) -> list[float]:
+    """Seconds of one micro-batch on each stage, without what happens once a step."""
+    shapes = [stage_shape(price, start, stop, plan.recompute) for start, stop in plan.stages]
+    data = [data_time(price, shape, setting_of(plan, hardware)) for shape in shapes]
+    return [
+        stage_time(price, shape).total_s + comm.each_forward.exposed_s + comm.each_backward.exposed_s
+        for shape, comm in zip(shapes, data, strict=True)
+    ]
 
-    price = price_model(cost, [plan.micro_batch], SEQUENCE, cluster.hardware, "bf16")[0]
-    pinned = replace(request, budget_bytes=inf, pins=Pins(recompute=plan.recompute))
-    choice = Choice(plan.mesh, plan.micro_batch, plan.accumulation, plan.schedule, plan.zero)
-    costs = StageCosts(choice, price, pinned, cluster.hardware)
-    return [costs(stage, *at)[0] for stage, at in enumerate(plan.stages)]
 
-
-@settings(max_examples=12, deadline=None)
-@given(
-    st.sampled_from([2, 4]),
-    st.floats(6.0, 30.0),
-    st.integers(1, 2),
-    st.sampled_from(["h100-sxm-80gb", "l40s-48gb"]),
-)
+@settings(max_examples=8, deadline=None, phases=[Phase.generate], derandomize=True)
+@given(st.sampled_from([2, 4]), st.floats(6.0, 30.0), st.integers(1, 2), st.sampled_from(GPUS))
 def test_it_finds_what_brute_force_finds(gpus: int, budget_gib: float, classes: int, gpu: str) -> None:
     cluster = Cluster(gpus, gpu)
-    pins = Pins(forbid={"micro_batch": (8, 4)})
-    request = Request(8, SEQUENCE, budget_gib * GIB, pins=pins)
-    costs = {tp: small(tp, classes) for tp in (1, 2)}
-    space = enumerate_space(request, cluster, LAYERS, costs.keys(), {})
-    steps = [brute_force(costs[choice.mesh.tp], choice, request, cluster) for choice in space.choices]
-    models = {tp: [cost] for tp, cost in costs.items()}
+    request = Request(8, SEQUENCE, budget_gib * GIB, pins=Pins(forbid={"micro_batch": (8, 4)}))
+    models = {tp: [small(tp, classes)] for tp in (1, 2)}
+    prices = {
+        (tp, price.micro_batch): price
+        for tp in models
+        for price in price_model(models[tp][0], [1, 2], SEQUENCE, cluster.hardware, "bf16")
+    }
+    choices = enumerate_space(request, cluster, LAYERS, models.keys(), {}).choices
+    best_s = min(
+        brute_force(prices[choice.mesh.tp, choice.micro_batch], choice, request, cluster.hardware) for choice in choices
+    )
     try:
-        found = search(models, cluster, global_batch=8, sequence=SEQUENCE, budget_bytes=budget_gib * GIB, pins=pins)
+        found = search(
+            models,
+            cluster,
+            global_batch=8,
+            sequence=SEQUENCE,
+            budget_bytes=request.budget_bytes,
+            pins=request.pins,
+        )
     except InfeasibleError:
-        assert min(steps) == inf
+        assert best_s == inf
         return
-    assert found.chosen.estimate.step_time_s == pytest.approx(min(steps), rel=1e-3)
-    assert found.chosen.estimate.peak_bytes <= budget_gib * GIB * (1 + 1e-9)
+    assert found.chosen.estimate.step_time_s == pytest.approx(best_s, rel=1e-6)
+    assert found.chosen.estimate.peak_bytes <= request.budget_bytes * (1 + 1e-9)
 
 
 def find(**arguments: object) -> SearchResult:
@@ -107,7 +111,7 @@ def find(**arguments: object) -> SearchResult:
 
 
 def test_llama_on_64_gpus_is_planned_in_seconds() -> None:
-    for budget_gib in (79, 40, 20):
+    for budget_gib in (79, 20):
         result = find(budget_bytes=budget_gib * GIB)
         assert result.elapsed_s < 10  # 3 s on an idle machine
         assert all(c.estimate.peak_bytes <= budget_gib * GIB for c in result.best)
@@ -117,7 +121,7 @@ def test_llama_on_64_gpus_is_planned_in_seconds() -> None:
 
 
 def test_less_memory_is_no_faster() -> None:
-    steps = [find(budget_bytes=gib * GIB).chosen.estimate.step_time_s for gib in (79, 50, 30, 20)]
+    steps = [find(budget_bytes=gib * GIB).chosen.estimate.step_time_s for gib in (79, 40, 20)]
     assert steps == sorted(steps)
 
 
@@ -148,8 +152,6 @@ def test_too_small_a_budget_names_the_nearest_plan_and_the_shortfall() -> None:
 
 
 def test_unknown_optimizers_are_refused_before_the_search() -> None:
-    from autopar.plan import Optimizer
-
     with pytest.raises(PlanError, match="LBFGS"):
         find(optimizer=Optimizer("LBFGS"))
 
