@@ -34,6 +34,8 @@ from .search.space import Pins, divisors
 from .trace.initialise import Weights, weights_of
 from .verification import Parity, verify_plan
 
+_LEAST_SHARDED = 0.5
+
 Solutions = Mapping[tuple[int, str], Solution]
 
 
@@ -196,7 +198,10 @@ def _search(
     values = {B: 1, S: job.sequence}
     models: dict[int, list[ModelCosts]] = {}
     for (tp, _), solution in solutions.items():
-        models.setdefault(tp, []).append(describe(program, solution, values))
+        costs = describe(program, solution, values)
+        # A solution that divides little of the work is a smaller tp with idle ranks.
+        if tp == 1 or costs.sharded_fraction >= _LEAST_SHARDED:
+            models.setdefault(tp, []).append(costs)
     return search(
         models, job.cluster, global_batch=job.global_batch, sequence=job.sequence, budget_bytes=job.budget_bytes,
         precision=job.precision, optimizer=job.optimizer, pins=pins, illegal_tp=illegal,

@@ -188,6 +188,9 @@ class Body:
                 return self.names[operand]
         packet = getattr(head.target, "overloadpacket", head.target)
         base = packet.__name__.strip("_")
+        weights = [n for n in node_inputs(head) if info(n).role is Role.PARAMETER]
+        if not read and weights:
+            return self._free(info(weights[0]).ref.rpartition(".")[2], node)
         return self._free(f"{self.names[read[0]]}_{base}" if read else base, node)
 
     def _reads(self, node: fx.Node) -> list[fx.Node]:

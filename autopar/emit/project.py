@@ -22,7 +22,7 @@ _README = """# {title}
 
 One node ({processes} processes):
 
-    torchrun --nproc-per-node {processes} train.py --steps 100 --log train.jsonl
+    torchrun --nproc-per-node {processes} -- train.py --steps 100 --log train.jsonl
 
 {many_nodes}`train.py --help` lists the options: learning rate, clipping, data, initial weights, checkpoints.
 The folder needs nothing but PyTorch.
@@ -37,7 +37,7 @@ The folder needs nothing but PyTorch.
 
 _MANY_NODES = """{nodes} nodes of {per_node}, on each:
 
-    torchrun --nnodes {nodes} --nproc-per-node {per_node} --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py
+    torchrun --nnodes {nodes} --nproc-per-node {per_node} --rdzv-backend c10d --rdzv-endpoint HOST:29500 -- train.py
 
 or `sbatch job.sbatch` under Slurm.
 
@@ -48,7 +48,7 @@ _LAUNCH = """#!/usr/bin/env bash
 set -euo pipefail
 cd "$(dirname "$0")"
 exec torchrun --nnodes "${{NODES:-{nodes}}}" --nproc-per-node {per_node} \\
-  --rdzv-backend c10d --rdzv-endpoint "${{HOST:-localhost}}:${{PORT:-29500}}" train.py "$@"
+  --rdzv-backend c10d --rdzv-endpoint "${{HOST:-localhost}}:${{PORT:-29500}}" -- train.py "$@"
 """
 
 _SBATCH = """#!/usr/bin/env bash

@@ -85,7 +85,7 @@ class _ModelSource:
             )
         lines = ["SETTINGS = Settings(", *(f"{_INDENT}{line}," for line in settings), ")"]
         lines.append(f"LAYERS = {_tuple(self._lists())}  # where the layers are; each is a unit of data parallelism")
-        tied = [f'("{alias}", "{original}")' for alias, original in self._tied().items()]
+        tied = [f'("{alias}", "{original}")' for alias, original in {**self._tied(), **self._on_several_stages()}.items()]
         lines.append(f"TIED = {_tuple(tied, quote=False) if tied else '()'}  # (alias, original)")
         if self.program.recompute:
             recompute = sorted(self.program.recompute)
@@ -155,6 +155,14 @@ class _ModelSource:
             for n in self.program.blocks[call.block].placeholders(Role.PARAMETER)
         }
         return {alias: original for alias, original in self.program.tied.items() if alias in used and original in used}
+
+    def _on_several_stages(self) -> dict[str, str]:
+        """The parameters of a layer object that several stages use, each its own original."""
+        stages: dict[str, set[int]] = {}
+        for call in self.program.layer_calls:
+            for node in self.program.blocks[call.block].placeholders(Role.PARAMETER):
+                stages.setdefault(call.full_name(info(node).ref), set()).update(self.program.stage_of_call(call))
+        return {name: name for name, used in stages.items() if len(used) > 1}
 
     def _count_function(self) -> str:
         block = self.program.blocks[COUNT]

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import sympy
 from torch import fx
 
-from ..ir.graph import B, NodeInfo, S, info, node_inputs
+from ..ir.graph import B, NodeInfo, S, Shape, info, node_inputs
 from ..placement import GRAD_PARTIAL, PARTIAL, REPLICATE, Placement, Shard, Strategy
 
 Dims = tuple[str | None, ...]  # the factor of each dim; None: a dim that no factor shards
@@ -31,7 +31,7 @@ class Rule:
     """How one node may be sharded, and what it costs.
 
     whole: factors that a kernel needs whole (softmax and norm dims). linear: each set of operand positions
-    in which the op is jointly linear. uneven: factors whose shards may differ in size (vocabularies).
+    in which the op is jointly linear. even: factors whose shards must be of one size, for it is an argument.
     special: strategies beyond the factors, such as vocabulary-parallel cross-entropy.
     kind: "matmul", "attention", "memory" (bandwidth-bound) or "view" (free).
     saves: positions of operands that a GPU kernel keeps for backward, and -1 for its result.
@@ -40,6 +40,7 @@ class Rule:
     inputs: tuple[Dims, ...]
     output: Dims
     whole: frozenset[str] = frozenset()
+    even: frozenset[str] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
     special: tuple[Strategy, ...] = ()
     kind: str = "memory"
@@ -67,8 +68,8 @@ class Axis:
     model: bool = True
     values: dict[sympy.Symbol, int] = field(default_factory=dict)
 
-    def offers(self, sizes: Iterable[sympy.Expr]) -> bool:
-        """Whether a factor with dims of these sizes may be sharded here, evenly or by the chunk rule."""
+    def offers(self, sizes: Iterable[sympy.Expr], uneven: bool = True) -> bool:
+        """Whether a factor with dims of these sizes may be sharded here, evenly or (`uneven`) by the chunk rule."""
         sizes = list(sizes)
         symbols = set().union(*(size.free_symbols for size in sizes))
         if B in symbols:
@@ -76,8 +77,13 @@ class Axis:
         if not (self.sequence if S in symbols else self.model):
             return False
         numbers = {int(size.subs(self.values)) for size in sizes}
-        even = all(n % self.size == 0 for n in numbers)
-        return even or (len(numbers) == 1 and S not in symbols and min(numbers) > self.size)
+        if all(n % self.size == 0 for n in numbers):
+            return True
+        return uneven and len(numbers) == 1 and S not in symbols and self._none_empty(min(numbers))
+
+    def _none_empty(self, number: int) -> bool:
+        """Whether the chunk rule leaves something to every rank: 4 in chunks of ceil(4/3) are 2, 2 and 0."""
+        return -(-number // self.size) * (self.size - 1) < number
 
     def even(self, size: sympy.Expr) -> bool:
         """Whether shards of a dim of this size are equal, so that collectives may run along it."""
@@ -99,7 +105,8 @@ def _candidates(operands: list[NodeInfo], result: NodeInfo, rule: Rule, axis: Ax
     if result.requires_grad:
         yield Strategy(tuple(_shared(o) for o in operands), GRAD_PARTIAL)
     for factor in rule.factors:
-        if factor not in rule.whole and axis.offers(_sizes(factor, operands, result, rule)):
+        sizes = _sizes(factor, operands, result, rule)
+        if factor not in rule.whole and axis.offers(sizes, uneven=factor not in rule.even):
             yield _sharded(factor, operands, rule)
     for linear in rule.linear:
         partial = tuple(PARTIAL if i in linear else _shared(o) for i, o in enumerate(operands))
@@ -137,6 +144,12 @@ def _sensible(strategy: Strategy, operands: list[NodeInfo], result: NodeInfo) ->
         if placement == PARTIAL and not facts.dtype.is_floating_point:
             return False
     return True
+
+
+def aligned(shape: Shape, result: Shape) -> Dims:
+    """Broadcasting: dims are matched from the right; one of size 1 is no part of a factor."""
+    offset = len(result) - len(shape)
+    return tuple(None if n == 1 or n != result[offset + i] else f"d{offset + i}" for i, n in enumerate(shape))
 
 
 RuleMaker = Callable[[fx.Node], Rule]

@@ -3,8 +3,8 @@
 import torch
 from torch import fx
 
-from ..ir.graph import info
-from .factor import Rule, RuleMaker, einsum
+from ..ir.graph import info, node_inputs
+from .factor import Rule, RuleMaker
 
 aten = torch.ops.aten
 
@@ -15,9 +15,18 @@ def _softmax(node: fx.Node) -> Rule:
     return Rule((dims,), dims, whole=frozenset({dims[int(node.args[1]) % rank]}), saves=(-1,))  # type: ignore[call-overload]
 
 
+def _norm(node: fx.Node) -> Rule:
+    """`x[*b *d] w[*d] c[*d] -> y[*b *d]`: the normalised dims d, an argument, stay whole."""
+    x, *weights = node_inputs(node)
+    rank, count = len(info(x).shape), len(node.args[1])  # type: ignore[arg-type]
+    dims = tuple(f"d{i}" for i in range(rank))
+    normal = dims[rank - count :]
+    return Rule((dims, *(normal for _ in weights)), dims, whole=frozenset(normal), saves=(0,))
+
+
 RULES: dict[object, RuleMaker] = {
-    aten.layer_norm.default: einsum("x[*b d] w[d] c[d] -> y[*b d]", whole="d", saves="x"),
-    aten.rms_norm.default: einsum("x[*b d] w[d] -> y[*b d]", whole="d", saves="x"),
+    aten.layer_norm.default: _norm,
+    aten.rms_norm.default: _norm,
     aten.softmax.int: _softmax,
     aten.log_softmax.int: _softmax,
 }

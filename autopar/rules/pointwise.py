@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..ir.graph import Shape, info, node_inputs
-from .factor import Dims, Rule, RuleMaker
+from ..ir.graph import info, node_inputs
+from .factor import Dims, Rule, RuleMaker, aligned
 
 aten = torch.ops.aten
 
@@ -23,22 +23,17 @@ def elementwise(linear: str = "", saves: str = "") -> RuleMaker:
     def make(node: fx.Node) -> Rule:
         operands = node_inputs(node)
         result = info(node).shape
-        inputs = tuple(_aligned(info(o).shape, result) for o in operands)
+        inputs = tuple(aligned(info(o).shape, result) for o in operands)
         kept = {"x": tuple(range(len(operands))), "y": (-1,), "": ()}[saves]
         return Rule(
             inputs,
-            _aligned(result, result),
+            aligned(result, result),
             linear=_linear(linear, node, len(operands)),
             kind="memory",
             saves=kept,
         )
 
     return make
-
-
-def _aligned(shape: Shape, result: Shape) -> Dims:
-    offset = len(result) - len(shape)
-    return tuple(None if n == 1 or n != result[offset + i] else f"d{offset + i}" for i, n in enumerate(shape))
 
 
 def _linear(how: str, node: fx.Node, operands: int) -> tuple[frozenset[int], ...]:
@@ -77,7 +72,8 @@ def _factory(node: fx.Node) -> Rule:
     """Constants are made whole or in any shard; the result's own size is made local."""
     rank = len(info(node).shape)
     inputs: tuple[Dims, ...] = tuple((None,) * len(info(o).shape) for o in node_inputs(node))
-    return Rule(inputs, tuple(f"d{i}" for i in range(rank)), kind="view")
+    dims = [f"d{i}" for i in range(rank)]
+    return Rule(inputs, tuple(dims), even=frozenset(dims), kind="view")
 
 
 def _counting(node: fx.Node) -> Rule:

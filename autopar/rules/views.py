@@ -103,6 +103,8 @@ def _squeeze(node: fx.Node) -> Rule:
     rank = _rank(node)
     inputs = _dims(rank)
     gone = _int(node.args[1]) % rank
+    if len(info(node).shape) == rank:  # not of size 1: nothing goes
+        return _view(inputs, list(inputs))
     inputs[gone] = None
     return _view(inputs, [f for i, f in enumerate(inputs) if i != gone])
 
@@ -113,7 +115,8 @@ def _expand(node: fx.Node) -> Rule:
     output = _dims(len(target))
     offset = len(target) - len(source)
     inputs = [output[offset + i] if source[i] == target[offset + i] else None for i in range(len(source))]
-    return _view(inputs, output)
+    grown = frozenset(f for f in output if f is not None and f not in inputs)
+    return Rule((tuple(inputs),), tuple(output), even=grown, linear=_LINEAR, kind="view")
 
 
 def _along(node: fx.Node, dim: int) -> Rule:
@@ -136,7 +139,8 @@ def _pad(node: fx.Node) -> Rule:
     inputs = _dims(_rank(node))
     padded = len(node.args[1]) // 2  # type: ignore[arg-type]
     whole = frozenset(f"d{len(inputs) - 1 - i}" for i in range(padded))
-    value = node.args[3] if len(node.args) > 3 else 0
+    place = 2 if node.target is aten.constant_pad_nd.default else 3
+    value = node.args[place] if len(node.args) > place else 0
     linear = _LINEAR if not value else ()
     return Rule((tuple(inputs),), tuple(inputs), whole, linear=linear, kind="view")
 

@@ -91,25 +91,30 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, limit: float
 
 
 class Tied:
-    """Parameters that are one in the original model and live on two stages, as an embedding and its head.
+    """Parameters that are one in the original model and live on several stages, as an embedding and its head.
+
+    pairs: (alias, original); (name, name) for a layer object that several stages use.
 
     The copies start equal, and stay so: both get the sum of both gradients.
     """
 
     def __init__(self, pairs: Sequence[tuple[str, str]], parameters: Parameters, mesh: Mesh) -> None:
         self._copies: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
-        self.aliases: set[str] = set()  # copies on this stage that another stage owns
+        self.aliases: set[str] = set()  # copies on this stage that an earlier stage owns
         if not pairs or mesh.size("pp") == 1:
             return
         held: list[list[str]] = [[] for _ in range(mesh.size("pp"))]
         dist.all_gather_object(held, list(parameters), group=mesh.group("pp"))
+        tied: dict[str, list[str]] = {}
         for alias, original in pairs:
-            stages = [i for i, names in enumerate(held) if alias in names or original in names]
+            tied.setdefault(original, [original]).append(alias)
+        for names in tied.values():
+            stages = [i for i, stage in enumerate(held) if not set(names).isdisjoint(stage)]
             if len(stages) > 1:
                 group = _group_of_stages(stages, mesh)
-                own = [name for name in (original, alias) if name in parameters]
+                own = [name for name in names if name in parameters]
                 self._copies += [(parameters[name], group) for name in own[:1]]
-                self.aliases |= {alias} & set(own[:1])
+                self.aliases |= set(own[:1]) if mesh.rank("pp") != stages[0] else set()
 
     def sum_gradients(self) -> None:
         for p, group in self._copies:

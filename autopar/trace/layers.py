@@ -65,8 +65,15 @@ def split_layers(program: Program, class_names: dict[str, str]) -> Program:
             name = _unique(name, blocks)
             new = made[key] = Block(name, new.graph)
             blocks[name] = new
-        calls.append(Call(new.name, path, inputs, outputs))
+        calls.append(Call(new.name, _first_path(path, new, program.tied), inputs, outputs))
     return replace(program, blocks=blocks, calls=tuple(calls))
+
+
+def _first_path(path: str, block: Block, tied: dict[str, str]) -> str:
+    """The path of the layer object: that of its first use, where a model uses one object several times."""
+    names = [f"{path}.{info(n).ref}" for n in block.placeholders(Role.PARAMETER)]
+    firsts = {tied[n].removesuffix(n.removeprefix(path)) for n in names if n in tied}
+    return firsts.pop() if len(firsts) == 1 and all(n in tied for n in names) else path
 
 
 def layer_path(module: str) -> str | None:

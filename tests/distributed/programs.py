@@ -1,0 +1,312 @@
+"""From a model and a few words about a plan to emitted programs on forked ranks, compared with one process.
+
+subject = gpt(torch.float64)
+errors = parity(subject, subject.plan(tp=2, pp=2, layout=MEGATRON_SP))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopar.compiler import compile_program
+from autopar.cost_models.hardware import gpu
+from autopar.emit.load import load_source
+from autopar.emit.source import Predicted, model_source
+from autopar.ir.graph import B, Program, S
+from autopar.mesh import Mesh
+from autopar.parity import relative_errors
+from autopar.plan import Optimizer, Plan, Solution
+from autopar.rules import Axis
+from autopar.runtime.trainer import Trainer
+from autopar.search.intra_op import MEGATRON, Costs, Layout, TimeCosts, solve
+from tests import models
+from tests.harness import Reference, reference_run, run_ranks
+
+VOCABULARY = models.VOCABULARY
+SEQUENCE, GLOBAL_BATCH, STEPS = 16, 12, 5
+TOLERANCE = {"fp64": 1e-9, "fp32": 1e-5}
+PRECISION = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16"}
+OPTIMIZERS = {
+    "fp64": Optimizer("AdamW"),
+    "fp32": Optimizer("SGD", {"lr": 0.02, "momentum": 0.9}),
+    "bf16": Optimizer("SGD", {"lr": 0.02, "momentum": 0.9}),
+}
+Batch = dict[str, Tensor]
+
+
+# --------------------------------------------------------------------------------
+# A model with its program
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and the dtype it is trained in; its parameters have that dtype (bf16: fp32 masters)."""
+
+    model: nn.Module
+    program: Program
+    dtype: torch.dtype
+
+    @property
+    def precision(self) -> str:
+        return PRECISION[self.dtype]
+
+    @cached_property
+    def weights(self) -> dict[str, Tensor]:
+        """As weights.pt: parameters and buffers by original name, tied ones under both."""
+        named = [*self.model.named_parameters(remove_duplicate=False), *self.model.named_buffers()]
+        return {name: value.detach() for name, value in named}
+
+    @cached_property
+    def reference(self) -> Reference:
+        """What the model does on one process with `batches()`."""
+        return self.reference_on(batches())
+
+    def reference_on(self, data: Sequence[Batch]) -> Reference:
+        chosen = OPTIMIZERS[self.precision]
+        make: Any = getattr(torch.optim, chosen.name)
+        return reference_run(self.model, data, lambda parameters: make(parameters, **chosen.kwargs))
+
+    def plan(
+        self,
+        pp: int = 1,
+        dp: int = 1,
+        tp: int = 1,
+        *,
+        layout: Layout = MEGATRON,
+        costs: Costs | None = None,
+        micro_batch: int = 4,
+        recompute: Sequence[int] | str = (),
+        schedule: str = "1f1b",
+        global_batch: int = GLOBAL_BATCH,
+        sequence: int = SEQUENCE,
+        zero: int = 0,
+    ) -> Plan:
+        layers = len(self.program.layer_calls)
+        return Plan(
+            mesh=Mesh(pp=pp, dp=dp, tp=tp),
+            global_batch=global_batch,
+            micro_batch=micro_batch,
+            sequence=sequence,
+            stages=stages(layers, pp),
+            schedule=schedule if pp > 1 else "none",
+            zero=zero,
+            recompute=tuple(range(layers)) if recompute == "all" else tuple(map(int, recompute)),
+            precision=self.precision,
+            optimizer=OPTIMIZERS[self.precision],
+            solution=self.solution(tp, layout, micro_batch, sequence, costs),
+        )
+
+    def solution(
+        self, tp: int, layout: Layout, micro_batch: int, sequence: int, costs: Costs | None = None
+    ) -> Solution:
+        if tp == 1:
+            return Solution(1, {})
+        values = {B: micro_batch, S: sequence}
+        axis = Axis("tp", tp, sequence=layout.sequence, values=values)
+        costs = costs or TimeCosts(gpu("h100-sxm-80gb"), self.precision, tp, values)
+        return solve(self.program, axis, costs, layout)
+
+    def source(self, plan: Plan) -> str:
+        return model_source(compile_program(self.program, plan), plan, Predicted())
+
+
+def stages(layers: int, pp: int) -> tuple[tuple[int, int], ...]:
+    """Consecutive ranges, the first ones a layer longer where `pp` does not divide."""
+    share, rest = divmod(layers, pp)
+    sizes = [share + (i < rest) for i in range(pp)]
+    return tuple((sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(pp))
+
+
+def subject(model: nn.Module, dtype: torch.dtype, program: Program | None = None) -> Subject:
+    """The model with parameters that leave no term of a gradient small: no bias is zero, no norm is one."""
+    generator = torch.Generator().manual_seed(1)
+    stored = torch.float32 if dtype is torch.bfloat16 else dtype
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.empty(parameter.shape).normal_(0, 0.1, generator=generator)
+            parameter.copy_(1.5 * noise if parameter.dim() > 1 else parameter + noise)
+        model.to(stored).train()
+    if program is None:
+        ids = torch.zeros(2, SEQUENCE, dtype=torch.long)
+        program = models.layered(model, {"input_ids": ids, "labels": ids}, dtype)
+    return Subject(model, program, dtype)
+
+
+# --------------------------------------------------------------------------------
+# The models
+
+
+@cache
+def gpt(dtype: torch.dtype, layers: int = 4, dropout: float = 0.0) -> Subject:
+    """examples/gpt.py: tied embeddings, fused QKV, biases, a vocabulary that tp does not divide."""
+    model, program = models.gpt(dtype, n_layer=layers, d_model=32, dropout=dropout)
+    return subject(model, dtype, program)
+
+
+_SMALL = {"hidden_size": 32, "intermediate_size": 72, "num_hidden_layers": 4}
+
+
+@cache
+def llama(dtype: torch.dtype) -> Subject:
+    """HF Llama with grouped K/V heads."""
+    model, program = models.llama(dtype, **_SMALL)
+    return subject(model, dtype, program)
+
+
+@cache
+def qwen(dtype: torch.dtype) -> Subject:
+    """HF Qwen2: biases on q, k and v, tied embeddings."""
+    model, program = models.qwen2(dtype, **_SMALL)
+    return subject(model, dtype, program)
+
+
+class ParallelBlock(nn.Module):
+    """Attention and MLP read one norm and join one sum; a width and heads that 2 does not divide."""
+
+    def __init__(self, d: int, heads: int, width: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.RMSNorm(d, eps=1e-6)
+        self.q, self.k, self.v, self.out = (nn.Linear(d, d) for _ in range(4))
+        self.up, self.gate, self.down = nn.Linear(d, width), nn.Linear(d, width), nn.Linear(width, d)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, d = x.shape
+        h = self.norm(x)
+        q, k, v = (p(h).view(b, s, self.heads, d // self.heads).transpose(1, 2) for p in (self.q, self.k, self.v))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, s, d)
+        return x + self.out(attended) + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class ParallelModel(nn.Module):
+    def __init__(self, layers: int = 3, d: int = 33, heads: int = 3, width: int = 45) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, d)
+        self.position = nn.Embedding(64, d)
+        self.blocks = nn.ModuleList(ParallelBlock(d, heads, width) for _ in range(layers))
+        self.norm = nn.LayerNorm(d)
+        self.head = nn.Linear(d, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embedding(input_ids) + self.position(torch.arange(input_ids.shape[1], device=input_ids.device))
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+
+
+@cache
+def parallel(dtype: torch.dtype) -> Subject:
+    return subject(ParallelModel(), dtype)
+
+
+# --------------------------------------------------------------------------------
+# Data
+
+
+def batches(steps: int = STEPS, samples: int = GLOBAL_BATCH, sequence: int = SEQUENCE) -> list[Batch]:
+    """Global batches; the first third of the samples is all padding, the others are padded unequally."""
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for _ in range(steps):
+        ids, labels = (torch.randint(VOCABULARY, (samples, sequence), generator=generator) for _ in range(2))
+        padded = torch.arange(samples).unsqueeze(1) / samples * 0.8
+        labels[torch.rand(samples, sequence, generator=generator) < padded] = -100
+        labels[: samples // 3] = -100
+        made.append({"input_ids": ids, "labels": labels})
+    return made
+
+
+# --------------------------------------------------------------------------------
+# Ranks
+
+
+@dataclass(frozen=True)
+class Errors:
+    """The worst error of each quantity on one rank, with the name of the worst tensor."""
+
+    loss: float
+    norm: float
+    gradients: tuple[float, str]
+    weights: tuple[float, str]
+    names: frozenset[str] = field(default=frozenset(), repr=False)  # of the parameters of this rank's stage
+
+    @property
+    def worst(self) -> float:
+        return worst([self.loss, self.norm, self.gradients[0], self.weights[0]])
+
+
+def worst(errors: Sequence[float]) -> float:
+    """The largest; NaN is larger than all."""
+    return max(errors, key=lambda e: (e != e, e))
+
+
+def trainer_of(source: str, weights: Mapping[str, Tensor]) -> Trainer:
+    return Trainer(load_source(source), weights, seed=0)
+
+
+def local_batch(trainer: Trainer, batch: Batch) -> Batch:
+    """This replica's samples of a global batch."""
+    count = trainer.settings.global_batch // trainer.settings.dp
+    start = trainer.mesh.rank("dp") * count
+    return {name: tensor[start : start + count] for name, tensor in batch.items()}
+
+
+def train_and_compare(
+    source: str, weights: Mapping[str, Tensor], data: Sequence[Batch], reference: Reference
+) -> Errors:
+    """On a rank: train on `data` and compare with the reference: first gradients, all losses and norms, weights."""
+    trainer = trainer_of(source, weights)
+    results = []
+    gradients: dict[str, Tensor] = {}
+    for step, batch in enumerate(data):
+        results.append(trainer.step(local_batch(trainer, batch)))
+        if step == 0:
+            gradients = trainer.gradients()
+    losses = [_relative(r.loss, expected) for r, expected in zip(results, reference.losses, strict=True)]
+    norms = [_relative(r.grad_norm, expected) for r, expected in zip(results, reference.norms, strict=True)]
+    state = trainer.state_dict()
+    return Errors(
+        worst(losses),
+        worst(norms),
+        compare(gradients, reference.gradients[0]),
+        compare(state, reference.weights),
+        frozenset(state),
+    )
+
+
+def _relative(actual: float, expected: float) -> float:
+    return abs(actual - expected) / abs(expected)
+
+
+def compare(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
+    """The worst error and its name; a stage has some of the names, the floor is of the whole model."""
+    errors = relative_errors({**expected, **actual}, expected)
+    name = max(errors, key=lambda n: (errors[n] != errors[n], errors[n]))
+    return errors[name], name
+
+
+def parity(subject: Subject, plan: Plan, data: Sequence[Batch] | None = None, timeout: float = 120) -> Errors:
+    """The worst errors over all ranks of an emitted program against one process."""
+    reference = subject.reference if data is None else subject.reference_on(data)
+    data = batches() if data is None else data
+    source, weights = subject.source(plan), subject.weights
+    found: list[Errors] = run_ranks(
+        plan.mesh.world_size,
+        lambda rank: train_and_compare(source, weights, data, reference),
+        timeout=timeout,
+    )
+    assert frozenset().union(*(e.names for e in found)) == reference.weights.keys()
+    return max(found, key=lambda e: (e.worst != e.worst, e.worst))
+
+
+def assert_parity(subject: Subject, plan: Plan, data: Sequence[Batch] | None = None) -> None:
+    """The contract: everything within the tolerance of the precision, on every rank."""
+    errors = parity(subject, plan, data)
+    assert errors.worst <= TOLERANCE[subject.precision], errors
