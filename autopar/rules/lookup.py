@@ -24,9 +24,7 @@ def _cross_entropy(node: fx.Node) -> Rule:
         whole = tuple((None,) * len(shape) for shape in shapes)
         return Rule(whole, (None,) * len(info(node).shape), saves=(0,))
     vocabulary = Strategy((Shard(1), REPLICATE), REPLICATE)
-    return Rule(
-        (("n", "v"), ("n",)), (), whole=frozenset({"v"}), special=(vocabulary,), kind="memory", saves=(0,)
-    )
+    return Rule((("n", "v"), ("n",)), (), whole=frozenset({"v"}), special=(vocabulary,), kind="memory", saves=(0,))
 
 
 RULES: dict[object, RuleMaker] = {

@@ -12,7 +12,7 @@ aten = torch.ops.aten
 def _softmax(node: fx.Node) -> Rule:
     rank = len(info(node).shape)
     dims = tuple(f"d{i}" for i in range(rank))
-    return Rule((dims,), dims, whole=frozenset({dims[int(node.args[1]) % rank]}), saves=(-1,))  # type: ignore[call-overload]
+    return Rule((dims,), dims, whole=frozenset({dims[int(node.args[1]) % rank]}), saves=(-1,))  # type: ignore[arg-type]
 
 
 def _norm(node: fx.Node) -> Rule:

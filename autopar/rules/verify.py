@@ -10,8 +10,6 @@ Run after every pass. Each level of a program has its checks:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import fx
 
 from ..errors import TypeCheckError
@@ -112,7 +110,7 @@ def check_data_axis(program: Program) -> None:
         placed: dict[fx.Node, Placement] = {}
         for node in block.nodes:
             if node.op == "placeholder":
-                placed[node] = _data_placement(node, lambda place, c=call: values[c.inputs[int(place)]])
+                placed[node] = _data_placement(node, [values[name] for name in call.inputs])
             else:
                 placed[node] = _infer(block, node, [placed[n] for n in node_inputs(node)], axis)
         for name, result in zip(call.outputs, block.results, strict=False):
@@ -126,10 +124,10 @@ def check_data_axis(program: Program) -> None:
             )
 
 
-def _data_placement(node: fx.Node, value: Callable[[str], Placement]) -> Placement:
+def _data_placement(node: fx.Node, passed: list[Placement]) -> Placement:
     facts = info(node)
     if facts.role is Role.VALUE:
-        return value(facts.ref)
+        return passed[int(facts.ref)]
     if facts.role is Role.INPUT:
         return Shard(0) if facts.shape and facts.shape[0] == B else REPLICATE
     return GRAD_PARTIAL if facts.role is Role.PARAMETER and facts.requires_grad else REPLICATE
