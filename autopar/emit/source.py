@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
-from ..ir.graph import EPILOGUE, PROLOGUE, TABLES, B, Block, Call, Program, Role, S, info
+from ..ir.graph import EPILOGUE, PROLOGUE, TABLES, B, Block, Call, Program, Role, S, info, node_inputs
 from ..passes.normalize_loss import COUNT
 from ..placement import Kind
 from ..plan import Plan
@@ -77,6 +78,7 @@ class _ModelSource:
             f"stages={_tuple([str(stage) for stage in plan.stages], quote=False)}",
             f'optimizer="{plan.optimizer.name}", optimizer_kwargs={_dict(plan.optimizer.kwargs)}',
         ]
+        settings += self._data_settings()
         if self.predicted.step_s is not None:
             settings.append(f"predicted_step_s={self.predicted.step_s:.6g}")
         if self.predicted.flops_per_step and self.predicted.peak_flops:
@@ -98,6 +100,19 @@ class _ModelSource:
             lines += [f"    ({_tuple(names)}, {_dict(own)})," for names, own in self._groups()]
             lines.append(")")
         return "\n".join(lines)
+
+    def _data_settings(self) -> list[str]:
+        """What the default data must know: the number of token ids, and whether the model shifts labels itself."""
+        if PROLOGUE not in self.program.blocks:
+            return []
+        for node in self.program.blocks[PROLOGUE].ops:
+            if node.target is torch.ops.aten.embedding.default and _reads_input(node.args[1]):
+                weight = node_inputs(node)[0]
+                shifts = {torch.ops.aten.pad.default, torch.ops.aten.slice.Tensor}
+                same = any(n.target in shifts for n in self.program.blocks[COUNT].ops)
+                labels = "same" if same else "next"
+                return [f'vocabulary={size_text(info(weight).shape[0])}, labels="{labels}"']
+        return []
 
     def _groups(self) -> list[tuple[list[str], Mapping[str, Any]]]:
         """The user's parameter groups by the program's names: fused parameters by their parts."""
@@ -500,6 +515,12 @@ def _count_text(calls: Sequence[Call]) -> str:
     if len(calls) == 1:
         return calls[0].path
     return f"{len(calls)} layers: {calls[0].path} … {calls[-1].path}"
+
+
+def _reads_input(node: Any) -> bool:
+    while isinstance(node, fx.Node) and info(node).role is Role.CONVERT:
+        node = node.args[0]
+    return isinstance(node, fx.Node) and info(node).role is Role.INPUT
 
 
 def _paths(paths: Sequence[str]) -> str:

@@ -173,7 +173,9 @@ def duration(seconds: float) -> str:
     """5.31 s, 812 ms, 340 µs."""
     if seconds >= 1:
         return f"{seconds:.2f} s"
-    return f"{seconds * 1e3:.0f} ms" if seconds >= 1e-2 else f"{seconds * 1e6:.0f} µs"
+    if seconds >= 1e-3:
+        return f"{seconds * 1e3:.0f} ms" if seconds >= 1e-2 else f"{seconds * 1e3:.1f} ms"
+    return f"{seconds * 1e6:.0f} µs"
 
 
 def milliseconds(seconds: float) -> str:

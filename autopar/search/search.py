@@ -154,7 +154,7 @@ def _solve(case: _Case, request: Request, hardware: Hardware, limit_s: float) ->
     """(the best plan of this case if faster than `limit_s`, whether it may fit)."""
     choice, price = case.choice, case.price
     costs = StageCosts(choice, price, request, hardware, limit_s / choice.micro_batches)
-    if not costs.may_fit():
+    if costs.average_bytes() > request.budget_bytes:
         return None, False
     ranges = split(len(price.layers), choice.mesh.pp, costs, costs.work_s, costs.limit_s, costs.grows)
     if ranges is None:
@@ -217,7 +217,9 @@ def _notes(best: Sequence[Candidate], cluster: Cluster) -> tuple[str, ...]:
 def _infeasible(cases: Sequence[_Case], request: Request, hardware: Hardware) -> str:
     """The plan that comes nearest to the budget: by how much it misses it, and what fills it."""
     nearest: tuple[float, _Case, int, tuple[MemoryTerm, ...], str] | None = None
-    for case in _leanest(cases):
+    for least_bytes, case in _leanest(cases, request, hardware):
+        if nearest is not None and least_bytes >= nearest[0]:
+            break
         for recompute in ("full", "none") if request.pins.recompute is None else (request.pins.recompute,):
             found = _least_memory(case, recompute, request, hardware)
             if nearest is None or found[0] < nearest[0]:
@@ -237,8 +239,8 @@ def _infeasible(cases: Sequence[_Case], request: Request, hardware: Hardware) ->
     )
 
 
-def _leanest(cases: Sequence[_Case]) -> list[_Case]:
-    """Of the cases that differ in the micro-batch alone, the smallest and the largest (whose m is least)."""
+def _leanest(cases: Sequence[_Case], request: Request, hardware: Hardware) -> list[tuple[float, _Case]]:
+    """By ascending lower bound in bytes; of cases that differ in the micro-batch alone, the two extremes."""
     groups: dict[tuple[object, ...], list[_Case]] = {}
     for case in cases:
         choice = case.choice

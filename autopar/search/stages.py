@@ -13,7 +13,7 @@ from math import inf
 
 from autopar.cost_models.compute import ModelPrice, StageShape, stage_shape, stage_time
 from autopar.cost_models.hardware import Hardware
-from autopar.cost_models.memory import StageMemory, activation_room_bytes, again_bytes, total_bytes
+from autopar.cost_models.memory import StageMemory, activation_room_bytes, again_bytes, ledger, total_bytes
 from autopar.cost_models.step_time import Setting, data_time, memory_of, stage_ledger
 
 from .recompute import ClassOption, cheapest
@@ -147,21 +147,15 @@ class StageCosts:
                     chosen.append(layer)
         return tuple(chosen)
 
-    def may_fit(self) -> bool:
-        """False if not even the average stage fits, everything recomputed: then some stage does not."""
+    def average_bytes(self) -> float:
+        """The average stage, everything recomputed: some stage needs at least as much."""
         price, stages = self.price, self.setting.mesh.pp
         kept = sum(min(price.classes[c].input_bytes, price.classes[c].saved_bytes) for c in price.layers)
         ends = price.prologue.saved_bytes + price.epilogue.saved_bytes
         held = min(self.setting.in_flight(stage) for stage in range(stages))
         average = StageMemory(price.parameters // stages, 0, 0, (kept + ends) / stages, 0.0, held)
-        room = activation_room_bytes(
-            average,
-            self.setting.states,
-            self.setting.hardware,
-            self.setting.mesh.world_size,
-            self.request.budget_bytes,
-        )
-        return self.request.pins.recompute is not None or held * average.saved_bytes <= room * _TIE
+        setting = self.setting
+        return total_bytes(ledger(average, setting.states, setting.hardware, setting.mesh.world_size))
 
     def _shape(self, start: int, stop: int) -> StageShape:
         counts = tuple(b - a for a, b in zip(self._prefix[start], self._prefix[stop], strict=True))
