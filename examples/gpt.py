@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -114,3 +115,21 @@ def build(config: GPTConfig | None = None, seed: int = 0) -> GPT:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return GPT(config or GPTConfig())
+
+
+def main() -> None:
+    from demo import run
+
+    ids = torch.zeros(2, GPTConfig.block_size, dtype=torch.long)
+    run(
+        build(),
+        {"input_ids": ids, "labels": ids},
+        budget="20MiB",
+        folder=Path("out/gpt"),
+        steps=100,
+        global_batch=16,
+    )
+
+
+if __name__ == "__main__":
+    main()
