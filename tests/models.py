@@ -6,16 +6,18 @@ Each is traced once a process: the program is shared (passes copy before they ch
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
-from autopar.ir.graph import Program
+from autopar.ir.graph import NodeInfo, Program
 from autopar.passes import PREPARE
+from autopar.placement import Placement, Strategy
 from autopar.trace.export import trace
 from autopar.trace.huggingface import default_inputs, traceable
 from autopar.trace.layers import class_names, split_layers
@@ -103,3 +105,23 @@ def _seeded(build: Any, meta: bool) -> Any:
     with torch.random.fork_rng(devices=[]), torch.device("meta" if meta else "cpu"):
         torch.manual_seed(0)
         return build()
+
+
+@dataclass(frozen=True)
+class RandomCosts:
+    """A random cost, by seed, for every choice of the intra-op search: its solutions are random legal plans."""
+
+    seed: int
+
+    def strategy(self, node: fx.Node, strategy: Strategy) -> float:
+        return self._draw(node.name, strategy)
+
+    def stored(self, facts: NodeInfo, placement: Placement) -> float:
+        return self._draw(facts.ref, placement)
+
+    def conversion(self, facts: NodeInfo, source: Placement, target: Placement) -> float:
+        return self._draw(facts.shape, source, target)
+
+    def _draw(self, *key: object) -> float:
+        """Seconds in [0, 1e-4), the same for the same key in every process."""
+        return 1e-4 * random.Random(f"{self.seed} {' '.join(map(str, key))}").random()

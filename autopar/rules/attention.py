@@ -26,6 +26,7 @@ def _attention(node: fx.Node) -> Rule:
         (tuple("bhse"), tuple("bhte"), tuple("bhtf"), *masks),
         tuple("bhsf"),
         whole=frozenset("stef"),
+        even=frozenset("h"),  # 25 heads on 2 ranks: half a head is none
         kind="attention",
         saves=(0, 1, 2, -1),
     )

@@ -36,7 +36,7 @@ def _check_node(block: Block, node: fx.Node, axis: Axis, converted: bool) -> Non
         raise _error(block, node, "has no placement")
     operands = tuple(info(n).placement for n in node_inputs(node))
     if facts.role is Role.CONVERT:
-        _check_conversion(block, node, operands[0])
+        _check_conversion(block, node, operands[0], axis)
         return
     if axis.size > 1 and facts.strategy not in strategies(node, rule_of(node), axis):
         raise _error(block, node, f"{facts.strategy} is no strategy of its rule on {axis.name}={axis.size}")
@@ -45,12 +45,18 @@ def _check_node(block: Block, node: fx.Node, axis: Axis, converted: bool) -> Non
         raise _error(block, node, f"wants ({facts.strategy}) but reads ({given}): a conversion is missing")
 
 
-def _check_conversion(block: Block, node: fx.Node, source: Placement) -> None:
+def _check_conversion(block: Block, node: fx.Node, source: Placement, axis: Axis) -> None:
     strategy = info(node).strategy
     assert strategy is not None
     found = conversion(source, strategy.output)
     if strategy.inputs != (source,) or found is None:
         raise _error(block, node, f"converts {strategy} but reads {source}")
+    for placement in (source, strategy.output):
+        size = info(node).shape[placement.dim] if placement.is_shard else 0
+        if size and not axis.even(size):
+            raise _error(
+                block, node, f"converts along {placement}, where {size} is not divisible by {axis.name}={axis.size}"
+            )
     if is_collective(node.target):
         dims = tuple(p.dim for p in (source, strategy.output) if p.is_shard)
         if node.target is not COLLECTIVES[found.function] or node.args[1:] != dims:

@@ -61,7 +61,8 @@ class Layout:
     """A restriction of the search: what values between layers and residual sums may be.
 
     sequence: whether activations may be sharded along the sequence. hidden: the placement of values between
-    layers and of residual sums, or None for free. divide: the weight of every matmul is sharded if it can be.
+    layers and of residual sums, or None for free. divide: the weight of every matmul, the heads of attention and
+    the vocabulary are sharded if they can be.
     """
 
     name: str
@@ -280,7 +281,10 @@ class _Search:
 
 
 def _divides_weight(node: fx.Node, option: Strategy) -> bool:
-    """A product with a parameter whose shard each rank holds, or attention over a share of the heads."""
+    """A product with a parameter whose shard each rank holds, attention over a share of the heads, or the rows of
+    a share of the vocabulary."""
+    if node.target is torch.ops.aten.embedding.default:
+        return info(node_inputs(node)[1]).role is Role.INPUT and option.inputs[0] == Shard(0)
     kind = rule_of(node).kind
     if kind == "attention":
         return option.output.is_shard

@@ -16,7 +16,6 @@ from torch import Tensor, fx
 
 from autopar.ir.graph import Block, Program, Role, info
 from autopar.placement import REPLICATE, Kind, Placement, Shard
-from autopar.plan import Solution
 
 aten = torch.ops.aten
 Ranks = list[Tensor]
@@ -149,16 +148,15 @@ def _vocabulary_embedding(weight: Ranks, ids: Ranks) -> Ranks:
 
 def run_program(
     program: Program,
-    solution: Solution,
+    size: int,
     parameters: Mapping[str, Tensor],
     inputs: Mapping[str, Tensor],
     values: Mapping[sympy.Symbol, int],
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients of a compiled program: {parameter as the program names it: whole gradient}.
+    """Loss and gradients of a compiled program on `size` ranks: {parameter as the program names it: whole gradient}.
 
     `parameters` holds parameters and buffers, by the program's names (parts of a fused one each).
     """
-    size = solution.tp
     leaves: dict[str, tuple[Placement, Ranks]] = {}
     passed: dict[str, Ranks] = {}
     for call in program.calls:
