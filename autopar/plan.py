@@ -10,11 +10,15 @@ from typing import Any
 import yaml
 
 from .errors import PlanError
-from .mesh import Mesh
+from .mesh import AXES, Mesh
 from .placement import Strategy
 
 SCHEDULES = ("none", "gpipe", "1f1b")
 PRECISIONS = ("bf16", "fp32", "fp64")
+_KEYS = {
+    "mesh", "global_batch", "micro_batch", "sequence", "stages", "schedule", "zero", "recompute", "precision",
+    "optimizer", "layout", "placements",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,10 @@ class Plan:
         return self.global_batch // (self.micro_batch * self.mesh.dp)
 
     def __post_init__(self) -> None:
+        sizes = {axis: self.mesh.size(axis) for axis in AXES}
+        sizes |= {name: getattr(self, name) for name in ("global_batch", "micro_batch", "sequence")}
+        if wrong := [f"{name}={size!r}" for name, size in sizes.items() if not isinstance(size, int) or size < 1]:
+            raise PlanError(f"{', '.join(wrong)}: use whole numbers of 1 or more")
         samples = self.micro_batch * self.mesh.dp
         if self.global_batch % samples:
             raise PlanError(
@@ -92,7 +100,7 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for YAML and JSON; `from_dict` is the inverse."""
         return {
-            "mesh": {axis: self.mesh.size(axis) for axis in ("pp", "dp", "cp", "tp")},
+            "mesh": {axis: self.mesh.size(axis) for axis in AXES},
             "global_batch": self.global_batch,
             "micro_batch": self.micro_batch,
             "sequence": self.sequence,
@@ -139,7 +147,16 @@ class Plan:
 
     @staticmethod
     def load(path: Path) -> Plan:
-        return Plan.from_dict(yaml.safe_load(path.read_text()))
+        """The plan of a file that a person may have edited; PlanError naming the file and what is wrong in it."""
+        try:
+            data = yaml.safe_load(path.read_text())
+            if unknown := sorted(set(data) - _KEYS):
+                raise PlanError(f"no such key: {', '.join(unknown)}; a plan has {', '.join(sorted(_KEYS))}")
+            return Plan.from_dict(data)
+        except KeyError as error:
+            raise PlanError(f"{path}: {error} is missing") from error
+        except (OSError, ValueError, TypeError, AttributeError, ArithmeticError, yaml.YAMLError) as error:
+            raise PlanError(f"{path}: {error}") from error
 
 
 def _plain(kwargs: Mapping[str, Any]) -> dict[str, Any]:

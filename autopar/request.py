@@ -151,14 +151,19 @@ def read_optimizer(model: nn.Module, optimizer: OptimizerLike) -> Optimizer:
     kind, kwargs = optimizer if isinstance(optimizer, tuple) else (optimizer, {})
     name = kind if isinstance(kind, str) else kind.__name__
     _check_elementwise(name)
+    try:
+        getattr(torch.optim, name)([nn.Parameter(torch.zeros(1))], **kwargs)
+    except (TypeError, ValueError) as error:
+        raise PlanError(f"optimizer {name} with {dict(kwargs)}: {error}") from error
     return Optimizer(name, dict(kwargs))
 
 
 def _read_instance(model: nn.Module, optimizer: torch.optim.Optimizer) -> Optimizer:
-    name = type(optimizer).__name__
+    kind: Any = type(optimizer)
+    name = kind.__name__
     _check_elementwise(name)
     names = {id(p): n for n, p in model.named_parameters()}
-    defaults = type(optimizer)([nn.Parameter(torch.zeros(1))]).defaults
+    defaults = kind([nn.Parameter(torch.zeros(1))]).defaults
     changed = {k: v for k, v in optimizer.defaults.items() if v != defaults.get(k)}
     groups = []
     for group in optimizer.param_groups:

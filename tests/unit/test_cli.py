@@ -1,0 +1,261 @@
+"""The command line, in this process, on a tiny model in the working directory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from autopar.cli import main
+from autopar.plan import Plan
+
+TINY = """
+import torch
+from examples.gpt import GPT, GPTConfig
+
+def build():
+    return GPT(GPTConfig(n_layer=2, d_model=32, block_size=32))
+
+def big():
+    return GPT(GPTConfig(n_layer=8, d_model=1024))
+
+def sized(layers):
+    return build()
+
+def inputs():
+    ids = torch.zeros(2, 16, dtype=torch.long, device="meta")
+    return {"input_ids": ids, "labels": ids}
+
+def short_inputs():
+    ids = torch.zeros(2, 8, dtype=torch.long, device="meta")
+    return {"input_ids": ids, "labels": ids}
+"""
+ON = ["--gpus", "2", "--gpu", "h100-sxm-80gb", "--global-batch", "8"]
+
+
+@pytest.fixture(autouse=True)
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module in the working directory; another one for each test, for imports are cached."""
+    name = f"tiny_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(TINY)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return name
+
+
+def run(*arguments: str) -> int:
+    return main(arguments)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one message on stderr of a command that is refused."""
+    assert run(*arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("autopar: ") and "Traceback" not in captured.err
+    return captured.err
+
+
+# --------------------------------------------------------------------------------
+# plan
+
+
+def test_plan_prints_the_table_and_the_ledger(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("plan", f"{tiny}:build", *ON, "--explain") == 0
+    printed = capsys.readouterr().out
+    assert "GPT · 34,688 parameters · 2 × H100-SXM-80GB · 8 × 16 tokens a step" in printed
+    assert "micro×acc" in printed
+    assert "stage 0 (layers 0–1, embedding, head)" in printed
+    assert "why not" in printed
+
+
+def test_plan_json(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One document: the chosen plan, its estimate and the runners-up; each plan can be emitted."""
+    assert run("plan", f"{tiny}:build", *ON, "--json", "--save", "plan.yaml") == 0
+    found = json.loads(capsys.readouterr().out)
+    plan = Plan.from_dict(found["plan"])
+    assert plan.to_dict() == found["plan"] == Plan.load(tmp_path / "plan.yaml").to_dict()
+    assert found["estimate"]["step_time_s"] > 0
+    assert len(found["estimate"]["stages"]) == plan.mesh.pp
+    assert found["runners_up"]
+    for other in found["runners_up"]:
+        assert Plan.from_dict(other["plan"]).mesh != plan.mesh
+        assert other["reason"].startswith("why not")
+        assert other["estimate"]["step_time_s"] >= found["estimate"]["step_time_s"]
+
+
+def test_pins_reach_the_plan(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pins = ["--pp", "2", "--dp", "1", "--tp", "1", "--micro-batch", "2", "--schedule", "1f1b", "--recompute", "1,"]
+    assert run("plan", f"{tiny}:build", *ON, *pins, "--precision", "fp32", "--lr", "0.5", "--json") == 0
+    plan = Plan.from_dict(json.loads(capsys.readouterr().out)["plan"])
+    assert (plan.mesh.pp, plan.micro_batch, plan.schedule, plan.recompute) == (2, 2, "1f1b", (1,))
+    assert (plan.precision, plan.optimizer.kwargs) == ("fp32", {"lr": 0.5})
+
+
+def test_forbid(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    bans = [part for zero in (0, 1, 2) for part in ("--forbid", f"zero={zero}")]
+    assert run("plan", f"{tiny}:build", *ON, "--dp", "2", *bans, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["plan"]["zero"] == 3
+
+
+@pytest.mark.parametrize(
+    ("option", "layout"), [("--sequence-parallel", "megatron-sp"), ("--no-sequence-parallel", "megatron")]
+)
+def test_sequence_parallel(tiny: str, option: str, layout: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("plan", f"{tiny}:build", *ON, "--tp", "2", option, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["plan"]["layout"] == layout
+
+
+def test_inputs_by_name(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("plan", f"{tiny}:build", *ON, "--inputs", f"{tiny}:short_inputs") == 0
+    assert "8 × 8 tokens a step" in capsys.readouterr().out
+
+
+def test_huggingface_config_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder with config.json, or the file itself; no weights are made or read."""
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=96, max_position_embeddings=64, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path / "llama")
+    assert run("plan", "llama", *ON, "--dp", "2", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["model"] == "LlamaForCausalLM"
+    assert run("plan", "llama/config.json", *ON, "--dp", "2", "--sequence", "32") == 0
+    assert "8 × 32 tokens a step" in capsys.readouterr().out
+
+
+# --------------------------------------------------------------------------------
+# emit, again after an edit, run
+
+
+def test_emit_edit_emit(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("emit", f"{tiny}:build", *ON, "--tp", "2", "--out", "program") == 0
+    assert "autopar run program" in capsys.readouterr().out
+    written = {path.name for path in (tmp_path / "program").iterdir()}
+    assert {"model.py", "train.py", "plan.yaml", "runtime", "README.md", "launch.sh", "job.sbatch"} <= written
+    plan = yaml.safe_load((tmp_path / "program" / "plan.yaml").read_text())
+    plan |= {"micro_batch": 2, "recompute": [1], "optimizer": {"name": "SGD", "kwargs": {"lr": 0.1}, "groups": []}}
+    (tmp_path / "edited.yaml").write_text(yaml.safe_dump(plan))
+    assert run("emit", f"{tiny}:build", "--plan", "edited.yaml", "--out", "again") == 0
+    assert "2 × 4" in capsys.readouterr().out
+    assert yaml.safe_load((tmp_path / "again" / "plan.yaml").read_text()) == plan
+    source = (tmp_path / "again" / "model.py").read_text()
+    assert "RECOMPUTE = range(1, 2)" in source and 'optimizer="SGD"' in source and "micro_batch=2" in source
+
+
+def test_stages_of_an_edited_plan(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan without placements has them solved for; its stages are priced as they stand."""
+    assert run("plan", f"{tiny}:build", *ON, "--pp", "2", "--dp", "1", "--tp", "1", "--save", "plan.yaml") == 0
+    plan = yaml.safe_load((tmp_path / "plan.yaml").read_text())
+    plan |= {"mesh": {**plan["mesh"], "tp": 2}, "placements": {}, "layout": "megatron"}
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))
+    assert run("emit", f"{tiny}:build", "--plan", "plan.yaml", "--out", "program") == 0
+    saved = Plan.load(tmp_path / "program" / "plan.yaml")
+    assert saved.mesh.tp == 2 and saved.solution.strategies["Block"]
+    capsys.readouterr()
+
+
+NONSENSE: dict[str, tuple[dict[str, Any], str]] = {
+    "micro batch": ({"micro_batch": 3}, "global_batch=8 is not divisible by micro_batch=3 × dp=1"),
+    "text for a number": ({"micro_batch": "two"}, "micro_batch='two': use whole numbers"),
+    "stages": ({"stages": [[0, 1]]}, "do not hold each of the 2 layers"),
+    "recompute": ({"recompute": [7]}, "recompute names layers [7]"),
+    "zero": ({"zero": 4}, "zero=4: use 0, 1, 2 or 3"),
+    "unknown key": ({"zeros": 1}, "no such key: zeros"),
+    "missing key": ({"zero": None, "mesh": {"pp": 1, "dp": 1, "tp": 2, "ep": 2}}, "ep"),
+    "optimizer": ({"optimizer": {"name": "Lion", "kwargs": {}}}, "'Lion' is not known to be elementwise"),
+    "its options": ({"optimizer": {"name": "AdamW", "kwargs": {"lrr": 1}}}, "lrr"),
+    "precision": ({"precision": "fp8"}, "precision='fp8': use one of bf16, fp32, fp64"),
+    "schedule": ({"schedule": "1f1b"}, "schedule='1f1b' with pp=1: use none"),
+    "a placement": ({"placements": {"Block": {"ln_1": "R, R, R -> S(0)"}}}, "ln_1"),
+    "no placement": ({"placements": {"Block": {"ln_1": "sharded"}}}, "plan.yaml"),
+}
+
+
+def test_nonsense_in_a_plan(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("plan", f"{tiny}:build", *ON, "--tp", "2", "--save", "good.yaml") == 0
+    good = yaml.safe_load((tmp_path / "good.yaml").read_text())
+    capsys.readouterr()
+    for name, (changes, message) in NONSENSE.items():
+        plan = {**good, **changes}
+        for block, nodes in changes.get("placements", {}).items():
+            plan["placements"] = {**good["placements"], block: {**good["placements"][block], **nodes}}
+        (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))
+        said = refusal(capsys, "emit", f"{tiny}:build", "--plan", "plan.yaml", "--out", "program")
+        assert message in said, (name, said)
+    assert not (tmp_path / "program").exists()
+
+
+def test_options_beside_a_plan(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("plan", f"{tiny}:build", *ON, "--dp", "2", "--save", "plan.yaml") == 0
+    capsys.readouterr()
+    said = refusal(capsys, "emit", f"{tiny}:build", "--plan", "plan.yaml", "--out", "program", "--zero", "3")
+    assert "--zero: with --plan this is read from plan.yaml" in said
+
+
+def test_run_launches_torchrun_and_passes_its_code_on(
+    tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """tests/distributed/test_saved_program.py launches a real one."""
+    assert run("emit", f"{tiny}:build", *ON, "--dp", "2", "--out", "program") == 0
+    capsys.readouterr()
+    launched: list[list[str]] = []
+
+    def launch(command: list[str], **options: Any) -> subprocess.CompletedProcess[bytes]:
+        launched.append(command)
+        return subprocess.CompletedProcess(command, 7)
+
+    monkeypatch.setattr(subprocess, "run", launch)
+    assert run("run", "program", "--", "--steps", "3", "--log", "log.jsonl") == 7
+    (command,) = launched
+    assert command[command.index("--nproc-per-node") + 1] == "2"
+    dashes = command.index("--")
+    assert command[dashes + 1 :] == ["program/train.py", "--steps", "3", "--log", "log.jsonl"]
+
+
+def test_run_without_a_program(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "nowhere is no saved program" in refusal(capsys, "run", "nowhere")
+
+
+# --------------------------------------------------------------------------------
+# Errors
+
+
+def test_names_that_lead_nowhere(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no module 'nowhere' here" in refusal(capsys, "plan", "nowhere:build", *ON)
+    said = refusal(capsys, "plan", f"{tiny}:bild", *ON)
+    assert "has no function 'bild', but build, big, sized, inputs, short_inputs" in said
+    assert "needs layers: name a function that needs no arguments" in refusal(capsys, "plan", f"{tiny}:sized", *ON)
+    assert "write module:function" in refusal(capsys, "plan", f"{tiny}:build", *ON, "--inputs", "inputs")
+    assert "--forbid zero: write name=value" in refusal(capsys, "plan", f"{tiny}:build", *ON, "--forbid", "zero")
+
+
+def test_config_that_is_not_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "nor a name whose config is in the local Hugging Face cache" in refusal(capsys, "plan", "no/such-model", *ON)
+
+
+def test_infeasible(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refusal(capsys, "plan", f"{tiny}:big", *ON, "--memory", "1GiB")
+    assert "no plan fits 1.0 GiB a GPU" in said and "too much" in said
+
+
+def test_debug_shows_the_traceback(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOPAR_DEBUG", "1")
+    with pytest.raises(ValueError, match="gpus=0"):
+        run("plan", f"{tiny}:build", "--gpus", "0")
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        run("--help")
+    assert stopped.value.code == 0
+    printed = capsys.readouterr().out
+    for word in ("plan", "emit", "run", "verify", "examples:"):
+        assert word in printed
