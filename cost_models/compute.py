@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import sympy
 
@@ -88,12 +89,32 @@ class ModelPrice:
     epilogue: BlockPrice
     unsharded_flops: float  # forward, of one micro-batch of the original model
 
-    @cached_property
+    @property
     def work_s(self) -> float:
         """Forward and backward of one micro-batch through the whole model, without recompute."""
-        return self.prologue.work_s + self.epilogue.work_s + sum(self.classes[c].work_s for c in self.layers)
+        return self.work_until_s[-1]
 
-    @property
+    @cached_property
+    def work_until_s(self) -> list[float]:
+        """[n]: seconds of the first n layers, the ends of the model counted with the first and the last one."""
+        work = [0.0, *accumulate(self.classes[c].work_s for c in self.layers)]
+        work[1:] = [seconds + self.prologue.work_s for seconds in work[1:]]
+        work[-1] += self.epilogue.work_s
+        return work
+
+    @cached_property
+    def counts_until(self) -> list[tuple[int, ...]]:
+        """[n]: layers of each class among the first n."""
+        counts = [[0, *accumulate(int(c == index) for c in self.layers)] for index in range(len(self.classes))]
+        return list(zip(*counts, strict=True))
+
+    @cached_property
+    def least_saved_bytes(self) -> float:
+        """Activations of a micro-batch in the whole model, each layer recomputed where that saves."""
+        kept = sum(min(self.classes[c].input_bytes, self.classes[c].saved_bytes) for c in self.layers)
+        return self.prologue.saved_bytes + kept + self.epilogue.saved_bytes
+
+    @cached_property
     def parameters(self) -> int:
         """Elements of one tp rank over all stages, tied ones once."""
         ends = self.prologue.parameters + self.epilogue.parameters

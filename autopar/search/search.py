@@ -245,7 +245,9 @@ def _leanest(cases: Sequence[_Case], request: Request, hardware: Hardware) -> li
     for case in cases:
         choice = case.choice
         groups.setdefault((choice.mesh, choice.schedule, choice.zero, case.price.model.solution), []).append(case)
-    return [pick(group, key=lambda case: case.choice.micro_batch) for group in groups.values() for pick in (min, max)]
+    picked = [pick(g, key=lambda case: case.choice.micro_batch) for g in groups.values() for pick in (min, max)]
+    bounds = [StageCosts(case.choice, case.price, request, hardware).average_bytes() for case in picked]
+    return sorted(zip(bounds, picked, strict=True), key=lambda pair: pair[0])
 
 
 def _least_memory(
@@ -265,7 +267,7 @@ def _least_memory(
 
 
 def gib(size_bytes: float) -> str:
-    """ "71.2 GiB"; MiB below a tenth of one."""
-    if abs(size_bytes) < 2**30 / 10:
+    """71.2 GiB; MiB below one."""
+    if abs(size_bytes) < 2**30:
         return f"{size_bytes / 2**20:.1f} MiB"
     return f"{size_bytes / 2**30:.1f} GiB"

@@ -123,8 +123,8 @@ class StageCosts:
         self.setting = setting_for(choice, request, hardware)
         # Receive buffers are the one part of a stage that its neighbours decide.
         self.grows = len({block.output_bytes for block in price.classes}) == 1
-        self._prefix = _prefix_counts(price)
-        self.work_s = _prefix_work(price)
+        self._prefix = price.counts_until
+        self.work_s = price.work_until_s
         self._costs: dict[tuple[int, StageShape], _StageCost] = {}
         self._ranges: dict[tuple[int, int, int], _StageCost] = {}
 
@@ -150,10 +150,8 @@ class StageCosts:
     def average_bytes(self) -> float:
         """The average stage, everything recomputed: some stage needs at least as much."""
         price, stages = self.price, self.setting.mesh.pp
-        kept = sum(min(price.classes[c].input_bytes, price.classes[c].saved_bytes) for c in price.layers)
-        ends = price.prologue.saved_bytes + price.epilogue.saved_bytes
         held = min(self.setting.in_flight(stage) for stage in range(stages))
-        average = StageMemory(price.parameters // stages, 0, 0, (kept + ends) / stages, 0.0, held)
+        average = StageMemory(price.parameters // stages, 0, 0, price.least_saved_bytes / stages, 0.0, held)
         setting = self.setting
         return total_bytes(ledger(average, setting.states, setting.hardware, setting.mesh.world_size))
 
@@ -239,23 +237,3 @@ def pinned_recompute(pin: str | int | tuple[int, ...], shape: StageShape) -> tup
         chosen.append(min(count, left))
         left -= chosen[-1]
     return tuple(chosen)
-
-
-def _prefix_counts(price: ModelPrice) -> list[tuple[int, ...]]:
-    """Layers of each class among the first n."""
-    counts = [0] * len(price.classes)
-    prefix = [tuple(counts)]
-    for layer in price.layers:
-        counts[layer] += 1
-        prefix.append(tuple(counts))
-    return prefix
-
-
-def _prefix_work(price: ModelPrice) -> list[float]:
-    """Seconds of the first n layers, the ends of the model counted with the first and last one."""
-    work = [0.0]
-    for layer in price.layers:
-        work.append(work[-1] + price.classes[layer].work_s)
-    work[1:] = [seconds + price.prologue.work_s for seconds in work[1:]]
-    work[-1] += price.epilogue.work_s
-    return work
