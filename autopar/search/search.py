@@ -88,17 +88,7 @@ def search(
     space = enumerate_space(request, cluster, layers, models.keys(), illegal_tp or {})
     cases = _cases(space.choices, models, request, hardware)
     ranking = _Ranking(keep, cluster.gpus)
-    do_not_fit = done = 0
-    for case in cases:
-        if case.bound_s >= ranking.limit_s(case.choice):
-            continue
-        done += 1
-        candidate, fits = _solve(case, request, hardware, ranking.limit_s(case.choice))
-        do_not_fit += not fits
-        if candidate is not None:
-            ranking.add(candidate)
-    if not ranking.best:
-        raise InfeasibleError(_infeasible(cases, request, hardware))
+    do_not_fit, pruned = _rank(cases, ranking, request, hardware)
     best = ranking.ranked()
     return SearchResult(
         best=best,
@@ -106,11 +96,28 @@ def search(
         cluster=cluster,
         searched=len(cases),
         do_not_fit=do_not_fit,
-        pruned=len(cases) - done,
+        pruned=pruned,
         not_legal=space.not_legal,
         notes=_notes(best, cluster),
         elapsed_s=time.perf_counter() - started,
     )
+
+
+def _rank(cases: Sequence[_Case], ranking: _Ranking, request: Request, hardware: Hardware) -> tuple[int, int]:
+    """Solve the cases that can win, best bound first; (how many do not fit, how many were left out)."""
+    do_not_fit = pruned = 0
+    for case in cases:
+        limit_s = ranking.limit_s(case.choice)
+        if case.bound_s >= limit_s:
+            pruned += 1
+            continue
+        candidate, may_fit = _solve(case, request, hardware, limit_s)
+        do_not_fit += not may_fit
+        if candidate is not None:
+            ranking.add(candidate)
+    if not ranking.best:
+        raise InfeasibleError(_infeasible(cases, request, hardware))
+    return do_not_fit, pruned
 
 
 def _cases(
