@@ -18,17 +18,21 @@ from .cost_models.describe import describe
 from .cost_models.hardware import Cluster
 from .cost_models.layer_costs import ModelCosts
 from .cost_models.step_time import Estimate
+from .emit.emission import Predicted
 from .emit.load import load_source
 from .emit.project import save_project
-from .emit.source import Predicted, model_source
+from .emit.source import model_source
 from .errors import PlanError
 from .ir.graph import B, Program, S
 from .placement import Strategy
 from .plan import Plan, Solution
 from .request import Job, OptimizerLike, make_job
 from .rules import Axis
-from .search.explain import explain, plan_table, why_not as why_slower
-from .search.intra_op import LAYOUTS, Layout, TimeCosts, replicated, solve, why_not
+from .search.explain import explain, plan_table
+from .search.explain import why_not as why_slower
+from .search.intra_op import solve
+from .search.layouts import LAYOUTS, Layout, replicated, why_not
+from .search.op_costs import TimeCosts
 from .search.search import SearchResult, search
 from .search.space import Pins, divisors
 from .trace.initialise import Weights, weights_of
@@ -118,7 +122,9 @@ class Parallelized:
         chosen = _pins(pins)
         illegal = _illegal(self.program, self.job, chosen)
         solutions = {
-            key: s for key, s in self.solutions.items() if sequence_parallel is None or key[1] == _named(sequence_parallel)
+            key: s
+            for key, s in self.solutions.items()
+            if sequence_parallel is None or key[1] == _named(sequence_parallel)
         }
         other = _search(self.job, self.program, solutions, chosen, illegal)
         both = replace(self.result, best=(self.result.chosen, other.chosen))
@@ -192,15 +198,13 @@ def solve_layouts(
     return found
 
 
-def _search(
-    job: Job, program: Program, solutions: Solutions, pins: Pins, illegal: Mapping[int, str]
-) -> SearchResult:
+def _search(job: Job, program: Program, solutions: Solutions, pins: Pins, illegal: Mapping[int, str]) -> SearchResult:
     values = {B: 1, S: job.sequence}
     models: dict[int, list[ModelCosts]] = {}
     for (tp, _), solution in solutions.items():
         costs = describe(program, solution, values)
         # A solution that divides little of the work is a smaller tp with idle ranks.
-        if tp == 1 or costs.sharded_fraction >= _LEAST_SHARDED:
+        if tp in (1, pins.tp) or costs.sharded_fraction >= _LEAST_SHARDED:
             models.setdefault(tp, []).append(costs)
     return search(
         models, job.cluster, global_batch=job.global_batch, sequence=job.sequence, budget_bytes=job.budget_bytes,
@@ -221,6 +225,10 @@ def _illegal(program: Program, job: Job, pins: Pins) -> dict[int, str]:
     if not low <= job.sequence <= high:
         raise PlanError(f"sequence={job.sequence}: the model's forward allows {low} to {high} (a branch on the length)")
     reasons = {tp: why_not(program, tp, values) for tp in _sizes(job, pins) if tp > 1}
+    if pins.tp is not None and reasons.get(pins.tp):
+        nodes = range(1, job.cluster.hardware.gpus_per_node + 1)
+        legal = ", ".join(str(tp) for tp in nodes if why_not(program, tp, values) is None)
+        raise PlanError(f"tp={pins.tp}: {reasons[pins.tp]}: use one of tp={legal}, or leave tp free")
     return {tp: reason for tp, reason in reasons.items() if reason is not None}
 
 

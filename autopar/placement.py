@@ -107,6 +107,4 @@ class Strategy:
     @staticmethod
     def parse(text: str) -> Strategy:
         left, right = text.split("->")
-        return Strategy(
-            tuple(Placement.parse(p) for p in left.split(",") if p.strip()), Placement.parse(right)
-        )
+        return Strategy(tuple(Placement.parse(p) for p in left.split(",") if p.strip()), Placement.parse(right))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +72,7 @@ def make_job(
     if inputs is None:
         inputs = _default_inputs(module, sequence)
     if loss is not None:
-        module = with_loss(module, loss)
+        module = with_loss(module, loss, inputs)
     if global_batch is None:
         global_batch = 8 * cluster.gpus
         notes.append(f"global_batch={global_batch} (8 a GPU)")
@@ -118,15 +119,21 @@ def _default_inputs(model: nn.Module, sequence: int) -> dict[str, Any]:
     return default_inputs(model, 2, min(sequence, 128))
 
 
-def with_loss(model: nn.Module, loss: Callable[[Any, Mapping[str, Any]], torch.Tensor]) -> nn.Module:
-    """The same model, names and all, whose forward takes the whole batch and returns `loss(outputs, batch)`."""
+def with_loss(
+    model: nn.Module, loss: Callable[[Any, Mapping[str, Any]], torch.Tensor], names: Iterable[str]
+) -> nn.Module:
+    """The same model, names and all, whose forward takes a batch of `names` and returns `loss(outputs, batch)`."""
     kind = type(model)
-    accepted = kind.forward.__code__.co_varnames[1 : kind.forward.__code__.co_argcount]
+    accepted = inspect.signature(kind.forward).parameters
 
     def forward(self: Any, **batch: Any) -> torch.Tensor:
         outputs = kind.forward(self, **{name: value for name, value in batch.items() if name in accepted})
         return loss(outputs, batch)
 
+    # torch.export wants to see the keywords that it is given.
+    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    forward.__signature__ = inspect.Signature([own, *parameters])  # type: ignore[attr-defined]
     clone = copy.copy(model)
     clone.__class__ = type(kind.__name__, (kind,), {"forward": forward})
     return clone

@@ -26,8 +26,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .compiler import compile_program, prepare
+from .emit.emission import Predicted
 from .emit.load import load_source
-from .emit.source import Predicted, model_source
+from .emit.source import model_source
 from .errors import PlanError
 from .mesh import Mesh
 from .parity import raise_float32, relative_errors
@@ -79,7 +80,9 @@ def verify_plan(job: Job, plan: Plan, steps: int) -> Parity:
     program = prepare(model, inputs, "fp64")
     source = model_source(compile_program(program, plan), plan, Predicted())
     batches = [_batch(model, inputs, plan, seed) for seed in range(steps)]
-    print(f"verify: {steps} steps of the original and of the program on {plan.mesh.world_size} processes", file=sys.stderr)
+    print(
+        f"verify: {steps} steps of the original and of the program on {plan.mesh.world_size} processes", file=sys.stderr
+    )
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
     weights = {name: tensor.detach().clone() for name, tensor in named}
     reference = _train_original(model, batches, plan, program.tied)
@@ -106,8 +109,8 @@ def _small_enough(job: Job, plan: Plan) -> tuple[nn.Module, Plan, str]:
         return model, _fewer_samples(plan), ""
     if not is_huggingface(job.model):
         raise PlanError(
-            f"{size / 1e6:.0f} M parameters on {plan.mesh.world_size} processes are too many to verify here: verify a "
-            f"smaller model of the same classes (at most {_LARGEST / 1e6:.0f} M parameters, {_MOST_PROCESSES} processes)"
+            f"{size / 1e6:.0f} M parameters on {plan.mesh.world_size} processes are too many here: verify a smaller "
+            f"model of the same classes (at most {_LARGEST / 1e6:.0f} M parameters, {_MOST_PROCESSES} processes)"
         )
     mesh = Mesh(pp=min(plan.mesh.pp, 2), dp=min(plan.mesh.dp, 2), tp=min(plan.mesh.tp, 2))
     layers = 2 * mesh.pp
@@ -129,7 +132,7 @@ def _fewer_samples(plan: Plan) -> Plan:
 
 def _shrunk(model: nn.Module, layers: int) -> nn.Module:
     """A Hugging Face model of the same class with few, narrow layers and the same head grouping."""
-    config = copy.deepcopy(model.config)
+    config: Any = copy.deepcopy(model.config)
     heads, groups = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
     narrow = {"num_hidden_layers": layers, "vocab_size": 256, "head_dim": 8}
     ratio = heads // groups if groups else 1
@@ -211,7 +214,7 @@ def _run_child(folder: str) -> None:
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired as error:
-        raise PlanError(f"the program did not finish within {_TIMEOUT_S} s: it hangs\n{error.stderr}") from error
+        raise PlanError(f"the program did not finish within {_TIMEOUT_S} s: it hangs\n{error.stderr!r}") from error
     if done.returncode:
         raise PlanError(f"the program failed:\n{done.stderr.strip()}")
 

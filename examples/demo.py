@@ -21,7 +21,9 @@ import autopar
 PROCESSES, MEASURED_STEPS = 4, 3
 
 
-def run(model: nn.Module, inputs: Mapping[str, Any] | None, *, budget: str, folder: Path, steps: int, **ask: Any) -> None:
+def run(
+    model: nn.Module, inputs: Mapping[str, Any] | None, *, budget: str, folder: Path, steps: int, **ask: Any
+) -> None:
     """Everything the project promises, on four CPU processes; exits with an error if a promise is broken."""
     started = time.monotonic()
     ask = {"gpus": PROCESSES, "gpu": "cpu", "inputs": inputs, **ask}

@@ -118,7 +118,7 @@ def build(config: GPTConfig | None = None, seed: int = 0) -> GPT:
 
 
 def main() -> None:
-    from demo import run
+    from demo import run  # type: ignore[import-not-found] # beside this script
 
     ids = torch.zeros(2, GPTConfig.block_size, dtype=torch.long)
     run(

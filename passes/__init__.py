@@ -27,3 +27,5 @@ PASSES: tuple[Pass, ...] = (
     LowerConversions(),  # last of those that see placements as such
     EliminateDeadCode(),
 )
+
+__all__ = ["PASSES", "PREPARE", "Pass"]

@@ -46,9 +46,8 @@ class Clean:
             if node.op == "call_function":
                 _canonical(node)
         for node in list(graph.nodes):
-            if node.op == "call_function":
-                if (same := _same_value(node)) is not None:
-                    replace_node(node, same)
+            if node.op == "call_function" and (same := _same_value(node)) is not None:
+                replace_node(node, same)
         for node in list(graph.nodes):
             if node.op == "call_function":
                 _recognise_rms_norm(node)

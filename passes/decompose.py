@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from autopar.ir.build import call, eliminate_dead, replace_node
-from autopar.ir.graph import MODEL, Fused, Program, Role, TensorInfo, info, set_info
+from autopar.ir.graph import MODEL, Fused, Program, Role, TensorInfo, arguments, info, set_info
 from autopar.plan import Plan
 
 aten = torch.ops.aten
@@ -48,15 +48,15 @@ class Decompose:
 
 
 def _split_sizes(node: fx.Node) -> tuple[list[Any], int]:
-    source, argument = node.args[:2]
+    source, argument = arguments(node)[:2]
     assert isinstance(source, fx.Node)
-    raw = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
+    raw: Any = arguments(node)[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
     shape = info(source).shape
-    dim = int(raw) % len(shape)  # type: ignore[call-overload]
+    dim = int(raw) % len(shape)
     total = shape[dim]
     if node.target is aten.split_with_sizes.default or isinstance(argument, list | tuple):
-        return list(argument), dim  # type: ignore[arg-type]
-    count = int(argument) if node.target is aten.chunk.default else None  # type: ignore[call-overload]
+        return list(argument), dim
+    count = int(argument) if node.target is aten.chunk.default else None
     size = sympy.ceiling(total / count) if count else argument
     whole, rest = divmod(int(total), int(size))
     return [size] * whole + ([rest] if rest else []), dim
@@ -71,7 +71,7 @@ def _slice_parts(node: fx.Node) -> None:
     starts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
     for reader in list(node.users):
         assert reader.target is operator.getitem, "a split is only read by getitem"
-        index = int(reader.args[1]) % len(sizes)  # type: ignore[call-overload]
+        index = int(arguments(reader)[1]) % len(sizes)
         with node.graph.inserting_before(reader):
             part = call(
                 node.graph, aten.slice.Tensor, (node.args[0], dim, starts[index], starts[index + 1]), info(reader)
@@ -86,9 +86,9 @@ def _slices_of(node: fx.Node) -> list[fx.Node] | None:
     readers = list(node.users)
     if len(readers) < 2 or any(r.target is not aten.slice.Tensor or r.args[1] not in (last, -1) for r in readers):
         return None
-    ordered = sorted(readers, key=lambda r: int(r.args[2]))  # type: ignore[call-overload]
+    ordered = sorted(readers, key=lambda r: int(arguments(r)[2]))
     for reader in ordered:
-        if int(reader.args[2]) != end:  # type: ignore[call-overload]
+        if int(arguments(reader)[2]) != end:
             return None
         end += int(info(reader).shape[-1])
     return ordered if end == int(info(node).shape[-1]) else None
@@ -100,7 +100,7 @@ def _split_fused(program: Program, node: fx.Node) -> Program:
     operands = [a for a in node.args[1:] if a is not None]
     own = all(isinstance(a, fx.Node) and info(a).role is Role.PARAMETER and len(a.users) == 1 for a in operands)
     tied = set(program.tied) | set(program.tied.values())
-    if parts is None or not own or any(info(a).ref in tied for a in operands):  # type: ignore[arg-type]
+    if parts is None or not own or any(info(a).ref in tied for a in operands if isinstance(a, fx.Node)):
         return program
     sizes = [info(part).shape[-1] for part in parts]
     split = []
@@ -116,9 +116,7 @@ def _split_fused(program: Program, node: fx.Node) -> Program:
     return program
 
 
-def _split_parameter(
-    program: Program, operand: fx.Node, sizes: Sequence[sympy.Expr]
-) -> tuple[Program, list[fx.Node]]:
+def _split_parameter(program: Program, operand: fx.Node, sizes: Sequence[sympy.Expr]) -> tuple[Program, list[fx.Node]]:
     facts = info(operand)
     owner, _, leaf = facts.ref.rpartition(".")
     names = tuple(f"{owner}._{leaf}_{i}" for i in range(len(sizes)))

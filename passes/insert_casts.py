@@ -39,7 +39,8 @@ class InsertCasts:
                 cast = block.graph.call_function(aten.to.dtype, (logits, torch.float32))
             placement = facts.placement
             set_info(
-                cast, replace(info(node), shape=facts.shape, strategy=Strategy((placement,), placement), dtype=torch.float32)
+                cast,
+                replace(info(node), shape=facts.shape, strategy=Strategy((placement,), placement), dtype=torch.float32),
             )
             node.update_arg(0, cast)
             for result in (node, *node.users):

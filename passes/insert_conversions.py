@@ -18,7 +18,7 @@ from autopar.plan import Plan
 aten = torch.ops.aten
 
 # Ops with a size argument: its position among the arguments.
-_SIZED = {
+_SIZED: dict[Any, int] = {
     aten.reshape.default: 1, aten.expand.default: 1, aten.zeros.default: 0, aten.ones.default: 0,
     aten.full.default: 0, aten.empty.memory_format: 0, aten.new_ones.default: 1, aten.new_zeros.default: 1,
     aten.new_full.default: 1,
@@ -65,9 +65,7 @@ class InsertConversions:
         node.args = _map_nodes(node.args, read)
         node.kwargs = {key: _map_nodes(value, read) for key, value in node.kwargs.items()}
 
-    def _convert_results(
-        self, program: Program, block: Block, made: dict[tuple[fx.Node, Placement], fx.Node]
-    ) -> None:
+    def _convert_results(self, program: Program, block: Block, made: dict[tuple[fx.Node, Placement], fx.Node]) -> None:
         results = tuple(
             self._as(node, _expected(program, block, place), block.output, made)
             for place, node in enumerate(block.results)

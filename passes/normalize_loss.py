@@ -10,11 +10,10 @@ from torch import fx
 
 from autopar.errors import TraceError
 from autopar.ir.build import call, eliminate_dead, replace_node
-from autopar.ir.graph import MODEL, Block, NodeInfo, Program, Role, info, set_info
+from autopar.ir.graph import COUNT, MODEL, Block, NodeInfo, Program, Role, arguments, info, set_info
 from autopar.plan import Plan
 
 aten = torch.ops.aten
-COUNT = "count"  # the block that counts targets, and (with "_") the attribute that holds the global count
 _MEAN, _SUM = 1, 2
 
 
@@ -46,7 +45,7 @@ class NormalizeLoss:
         weight = loss.args[2] if len(loss.args) > 2 else None
         if weight is not None or smoothing:
             raise TraceError(
-                f"class weights and label smoothing are not supported ({info(loss).source}): use the plain cross-entropy"
+                f"class weights and label smoothing are not supported ({info(loss).source}): use plain cross-entropy"
             )
         assert isinstance(target, fx.Node) and isinstance(ignore, int)
         counting = _count_block(target, ignore)
@@ -64,8 +63,7 @@ class NormalizeLoss:
 
 
 def _reduction(node: fx.Node) -> int:
-    value = node.args[3] if len(node.args) > 3 else _MEAN
-    return int(value)  # type: ignore[call-overload, no-any-return]
+    return int(arguments(node)[3]) if len(node.args) > 3 else _MEAN
 
 
 def _count_block(target: fx.Node, ignore: int) -> Block:

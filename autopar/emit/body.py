@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..ir.graph import B, Block, NodeInfo, Role, S, info, node_inputs
+from ..ir.graph import B, Block, NodeInfo, Role, S, info, node_inputs, op_name
 from ..ir.ops import COLLECTIVES, is_collective
 from ..placement import Kind
 from ..rules import rule_of
-from .expressions import Text, expression
+from .expressions import expression
+from .text import Text
 
 aten = torch.ops.aten
 
@@ -186,8 +187,7 @@ class Body:
         for operand in read:
             if self.last_use(operand) <= self.order[node] and operand not in self.block.results:
                 return self.names[operand]
-        packet = getattr(head.target, "overloadpacket", head.target)
-        base = packet.__name__.strip("_")
+        base = op_name(head).strip("_")
         weights = [n for n in node_inputs(head) if info(n).role is Role.PARAMETER]
         if not read and weights:
             return self._free(info(weights[0]).ref.rpartition(".")[2], node)
@@ -226,7 +226,7 @@ class Body:
             return ""
         if is_collective(node.target):
             source, target = facts.strategy.inputs[0], facts.strategy.output
-            name = node.target.__name__  # type: ignore[union-attr]
+            name = op_name(node)
             backward = f"; backward: {_BACKWARD[name]}" if facts.requires_grad else ""
             return f"{_placement(source)} → {_placement(target)}{backward}"
         head = self._head(node)
@@ -260,7 +260,7 @@ def _is_bias_add(node: fx.Node) -> bool:
 
 
 def _short(module: str) -> str:
-    """"self_attn.q_proj" → "q"; "mlp.c_fc" → "c_fc"; "self_attn" → "attn"."""
+    """ "self_attn.q_proj" → "q"; "mlp.c_fc" → "c_fc"; "self_attn" → "attn"."""
     leaf = module.rpartition(".")[2].removeprefix("self_")
     if leaf.endswith("head"):
         return "logits"

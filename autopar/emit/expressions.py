@@ -10,50 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
 from ..ir.graph import info, node_inputs
+from .text import ATOM, PRODUCT, SUM, UNARY, Render, Text, literal, size_text
 
 aten = torch.ops.aten
 _LAST = 9223372036854775807
-
-SUM, PRODUCT, UNARY, ATOM = 1, 2, 3, 4
-
-
-@dataclass(frozen=True)
-class Text:
-    """Source of an expression, the precedence of its outermost operator, and the names it imports."""
-
-    source: str
-    precedence: int = ATOM
-    imports: frozenset[str] = frozenset()
-
-    def at(self, precedence: int) -> str:
-        return self.source if self.precedence >= precedence else f"({self.source})"
-
-
-Render = Callable[[Any], Text]
-
-
-def size_text(size: Any) -> str:
-    """A local size: `s // 2`, `b * s`, 64."""
-    expr = sympy.sympify(size)
-    numerator, denominator = expr.as_numer_denom()
-    text = str(numerator).replace("*", " * ")
-    return text if denominator == 1 else f"{text if numerator.is_Symbol else f'({text})'} // {denominator}"
-
-
-def literal(value: Any) -> str:
-    if isinstance(value, sympy.Basic):
-        return size_text(value)
-    if isinstance(value, list | tuple):
-        inner = ", ".join(literal(v) for v in value)
-        return f"({inner},)" if len(value) == 1 else f"({inner})"
-    if isinstance(value, str):
-        return f'"{value}"'
-    return str(value)
 
 
 def expression(node: fx.Node, render: Render, device: str, training: str) -> Text:
@@ -205,7 +169,9 @@ def _attention(c: _Context) -> Text:
     qkv = ", ".join(c.show(a) for a in c.node.args[:3])
     given = "".join(f", {k}={c.show(v)}" for k, v in options.items() if v is not None and v != 0.0 and v is not False)
     if options["dropout_p"]:
-        return Text(f"attention({qkv}{given}, training={c.training}{c.shards})", imports=frozenset({"random.attention"}))
+        return Text(
+            f"attention({qkv}{given}, training={c.training}{c.shards})", imports=frozenset({"random.attention"})
+        )
     return Text(f"F.scaled_dot_product_attention({qkv}{given})")
 
 

@@ -79,6 +79,18 @@ def has_info(node: fx.Node) -> bool:
     return _KEY in node.meta
 
 
+def arguments(node: fx.Node) -> Any:
+    """node.args, without fx's union of argument types: what an op takes at a position is known by the op."""
+    return node.args
+
+
+def op_name(node: fx.Node) -> str:
+    """The name of an op without its overload: "linear", "add", "all_gather"."""
+    target: Any = node.target
+    name: str = getattr(target, "overloadpacket", target).__name__
+    return name
+
+
 def node_inputs(node: fx.Node) -> list[fx.Node]:
     """The tensor operands of a node in order, one entry for each occurrence."""
     found: list[fx.Node] = []
@@ -123,7 +135,8 @@ class Block:
 
     @property
     def output(self) -> fx.Node:
-        return next(iter(reversed(self.graph.nodes)))
+        last: fx.Node = next(iter(reversed(self.graph.nodes)))
+        return last
 
     @property
     def results(self) -> tuple[fx.Node, ...]:
@@ -173,8 +186,8 @@ class Stage:
     sends: tuple[str, ...] = ()
 
 
-# Names of the blocks that are not layers.
-MODEL, TABLES, PROLOGUE, EPILOGUE = "model", "tables", "prologue", "epilogue"
+# Names of the blocks that are not layers; "count" is called by no call: it counts the targets of a batch.
+MODEL, TABLES, PROLOGUE, EPILOGUE, COUNT = "model", "tables", "prologue", "epilogue", "count"
 
 
 @dataclass(frozen=True)

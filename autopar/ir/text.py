@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import fx
 
-from .graph import Block, Program, info
+from .graph import Block, Program, info, op_name
 
 
 def program_text(program: Program) -> str:
@@ -37,9 +37,8 @@ def block_text(block: Block) -> str:
 
 
 def _expression(node: fx.Node) -> str:
-    packet = getattr(node.target, "overloadpacket", node.target)
     arguments = [_show(a) for a in node.args] + [f"{k}={_show(v)}" for k, v in node.kwargs.items()]
-    return f"{packet.__name__}({', '.join(arguments)})"
+    return f"{op_name(node)}({', '.join(arguments)})"
 
 
 def _show(argument: Any) -> str:

@@ -16,90 +16,24 @@ With the two flow equations only the y need be integer, and HiGHS closes a whole
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Protocol
 
 import numpy as np
-import sympy
 import torch
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 from torch import fx
 
-from ..cost_models.collectives import axis_group, collective_time_s
-from ..cost_models.compute import op_time_s
-from ..cost_models.describe import conversion_transfers, op_cost, op_transfers, parameter_transfers, tensor_bytes
-from ..cost_models.hardware import Hardware
-from ..cost_models.layer_costs import Transfer
 from ..errors import InfeasibleError
-from ..ir.graph import TABLES, B, Block, NodeInfo, Program, Role, S, info, node_inputs
-from ..mesh import Mesh
+from ..ir.graph import TABLES, Block, NodeInfo, Program, Role, info, node_inputs
 from ..placement import GRAD_PARTIAL, PARTIAL, REPLICATE, Placement, Shard, Strategy, conversion
 from ..plan import Solution
 from ..rules import Axis, rule_of, strategies
-
-_LAUNCH_S = 5e-6  # one eager kernel
-_STATE_BYTES = 16  # a parameter with its gradient and Adam states (COST_MODEL 2.4)
+from .layouts import FREE, Layout
+from .op_costs import Costs
 
 Unit = str  # the key of a decision: "block:node", or of the parameter or value that placeholders share
-
-
-class Costs(Protocol):
-    """What the objective is made of, in seconds a micro-batch."""
-
-    def strategy(self, node: fx.Node, strategy: Strategy) -> float: ...
-
-    def stored(self, facts: NodeInfo, placement: Placement) -> float: ...
-
-    def conversion(self, facts: NodeInfo, source: Placement, target: Placement) -> float: ...
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A restriction of the search: what values between layers and residual sums may be.
-
-    sequence: whether activations may be sharded along the sequence. hidden: the placement of values between
-    layers and of residual sums, or None for free. divide: the weight of every matmul, the heads of attention and
-    the vocabulary are sharded if they can be.
-    """
-
-    name: str
-    sequence: bool
-    hidden: Placement | None
-    divide: bool
-
-
-MEGATRON = Layout("megatron", sequence=False, hidden=REPLICATE, divide=True)
-MEGATRON_SP = Layout("megatron-sp", sequence=True, hidden=Shard(1), divide=True)
-FREE = Layout("free", sequence=True, hidden=None, divide=False)
-
-
-LAYOUTS = (MEGATRON, MEGATRON_SP, FREE)
-
-
-def replicated(program: Program) -> Solution:
-    """The typing of a program on an axis of size 1."""
-    strategies = {
-        block.name: {n.name: Strategy((REPLICATE,) * len(node_inputs(n)), REPLICATE) for n in block.nodes}
-        for block in program.blocks.values()
-        if program.count(block.name)
-    }
-    return Solution(1, strategies, "")
-
-
-def why_not(program: Program, tp: int, values: Mapping[sympy.Symbol, int]) -> str | None:
-    """Why the model cannot be tensor-parallel over `tp` ranks ("25 heads"), or None if it can."""
-    for block, node in program.each_op():
-        if rule_of(node).kind != "attention":
-            continue
-        for operand, what in zip(node_inputs(node)[:2], ("heads", "K/V heads"), strict=True):
-            heads = info(operand).shape[1].subs(dict(values))
-            if heads % tp:
-                place = f"{block.name}{f'.{info(node).module}' if info(node).module else ''}"
-                return f"{heads} {what} of {place} are not divisible by {tp}"
-    return None
 
 
 def solve(program: Program, axis: Axis, costs: Costs, layout: Layout = FREE) -> Solution:
@@ -342,54 +276,3 @@ def _value_groups(program: Program) -> dict[str, Unit]:
                 first = meeting.setdefault((call.block, kind, i), name)
                 parent[find(name)] = find(first)
     return {name: f"value:{find(name)}" for name in list(parent)}
-
-
-@dataclass(frozen=True)
-class TimeCosts:
-    """Seconds on a machine: a roofline for ops, the collectives of conversions, at numbers for b and s.
-
-    accumulation: micro-batches a gradient sync, over which the reduction of a parameter's gradient is spread.
-    memory_s_per_byte: what a stored byte is worth: a micro-batch's time over the memory of a GPU, so that a
-    layout which takes all of the memory is worth as much as one that takes twice as long.
-    """
-
-    hardware: Hardware
-    precision: str
-    tp: int
-    values: Mapping[sympy.Symbol, int]
-    accumulation: int = 8
-    memory_s_per_byte: float = 1e-12
-
-    def strategy(self, node: fx.Node, strategy: Strategy) -> float:
-        cost = op_cost(node, strategy, rule_of(node), self.tp)
-        phases = ((cost.forward_flops, cost.forward_bytes), (cost.backward_flops, cost.backward_bytes))
-        time = sum(
-            op_time_s(cost.kind, self._number(flops), self._number(size), self.hardware, self.precision)
-            for flops, size in phases
-        )
-        saved = self._number(tensor_bytes(info(node))) / (self.tp if strategy.output.is_shard else 1)
-        return time + self._transfers(op_transfers(node, strategy)) + self.memory_s_per_byte * saved
-
-    def stored(self, facts: NodeInfo, placement: Placement) -> float:
-        elements = self._number(tensor_bytes(facts)) / facts.dtype.itemsize
-        size = _STATE_BYTES * elements / (self.tp if placement.is_shard else 1)
-        sync = self._transfers(parameter_transfers(facts, placement))
-        return sync / self.accumulation + self.memory_s_per_byte * size
-
-    def conversion(self, facts: NodeInfo, source: Placement, target: Placement) -> float:
-        # Even one that only slices or pads is a kernel each way.
-        return 2 * _LAUNCH_S + self._transfers(conversion_transfers(facts, source, target))
-
-    def _transfers(self, transfers: Iterable[Transfer]) -> float:
-        group = axis_group(Mesh(tp=self.tp), "tp", self.hardware.gpus_per_node)
-        return sum(
-            collective_time_s(t.collective, self._number(t.size_bytes), group, self.hardware) for t in transfers
-        )
-
-    def _number(self, size: sympy.Expr) -> float:
-        return _evaluate(size, self.values[B], self.values[S])
-
-
-@lru_cache(maxsize=1 << 16)
-def _evaluate(size: sympy.Expr, b: int, s: int) -> float:
-    return float(size.subs({B: b, S: s}))

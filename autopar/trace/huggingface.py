@@ -25,17 +25,18 @@ def default_inputs(model: nn.Module, batch: int, sequence: int) -> dict[str, Any
 
 @contextmanager
 def traceable(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[None]:
-    """Within: attention is one scaled_dot_product_attention with grouped K/V heads, and a plain causal mask is no tensor.
+    """Within: attention is one scaled_dot_product_attention with grouped K/V heads; a plain causal mask no tensor.
 
     Anything but the plain causal mask (padding, sliding windows, position bias, soft caps) is left to the
     model's own implementation, so nothing is dropped.
     """
-    if not is_huggingface(model) or getattr(model.config, "_attn_implementation", "") not in ("sdpa", _NAME):
+    config: Any = getattr(model, "config", None)
+    if not is_huggingface(model) or getattr(config, "_attn_implementation", "") not in ("sdpa", _NAME):
         yield
         return
     from transformers import masking_utils
 
-    before, find_packed = model.config._attn_implementation, masking_utils.find_packed_sequence_indices
+    before, find_packed = config._attn_implementation, masking_utils.find_packed_sequence_indices
     _register()
     model.set_attn_implementation(_NAME)  # type: ignore[operator]
     if "position_ids" not in inputs:
@@ -97,5 +98,6 @@ def _mask(*args: Any, mask_function: Any = None, attention_mask: Any = None, **k
     plain = mask_function is None or mask_function is causal_mask_function
     if plain and attention_mask is None:
         return None
-    more = {} if mask_function is None else {"mask_function": mask_function}
-    return sdpa_mask(*args, attention_mask=attention_mask, **more, **kwargs)
+    more: dict[str, Any] = {} if mask_function is None else {"mask_function": mask_function}
+    make: Any = sdpa_mask
+    return make(*args, attention_mask=attention_mask, **more, **kwargs)

@@ -65,7 +65,7 @@ class _Recorder(TorchDispatchMode):
     """In-place ops on each storage, in order."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.ops: dict[int, list[tuple[str, tuple[Any, ...], int]]] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -143,7 +143,7 @@ def _factory_buffers(factory: Callable[[], nn.Module], names: list[str]) -> dict
     """Real values of buffers: the factory again, its parameters put on meta as they are registered."""
     if not names:
         return {}
-    with _hollow_parameters(), _NoDraws():
+    with _hollow_parameters(), _NoDraws():  # type: ignore[no-untyped-call]
         model = factory()
     buffers = dict(model.named_buffers())
     return {name: buffers[name] for name in names if name in buffers}
@@ -167,7 +167,7 @@ def _hollow_parameters() -> Iterator[None]:
             parameter = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
         original(module, name, parameter)
 
-    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

@@ -27,9 +27,9 @@ from ..ir.graph import (
     Program,
     Role,
     info,
+    op_name,
     set_info,
 )
-
 
 # The op that a module is named for; others in it carry their own name too.
 _MAIN_OPS = {"linear", "layer_norm", "rms_norm", "embedding", "scaled_dot_product_attention", "conv2d"}
@@ -77,7 +77,7 @@ def _first_path(path: str, block: Block, tied: dict[str, str]) -> str:
 
 
 def layer_path(module: str) -> str | None:
-    """"model.layers.3.mlp" → "model.layers.3"; None outside a list."""
+    """ "model.layers.3.mlp" → "model.layers.3"; None outside a list."""
     match = re.match(r"^((?:[^.\d][^.]*\.)*\d+)(?:\.|$)", module)
     return match[1] if match else None
 
@@ -146,9 +146,7 @@ def _return_private_tables(tables: _Segment, prologue: _Segment) -> None:
             home.add(node)
 
 
-def _extract(
-    segment: _Segment, path: str, name: str, block: Block
-) -> tuple[Block, tuple[str, ...], tuple[str, ...]]:
+def _extract(segment: _Segment, path: str, name: str, block: Block) -> tuple[Block, tuple[str, ...], tuple[str, ...]]:
     """The segment as a block of its own, with the names of the values it reads and gives."""
     graph = fx.Graph()
     own = set(segment.nodes)
@@ -186,7 +184,7 @@ def _placeholder_name(node: fx.Node, facts: NodeInfo) -> str:
 def _node_name(node: fx.Node, module: str) -> str:
     """A stable name for plans to refer to: the module's leaf for its main op, else leaf and op."""
     leaf = module.rpartition(".")[2] or "root"
-    op = getattr(node.target, "overloadpacket", node.target).__name__
+    op = op_name(node)
     return leaf if op in _MAIN_OPS else f"{leaf}_{op}"
 
 

@@ -1,0 +1,125 @@
+"""The constants of model.py: settings, where the layers are, tied and fused parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..ir.graph import COUNT, PROLOGUE, Call, Role, info, node_inputs
+from .emission import Emission, dict_text, tuple_text
+from .text import size_text
+
+_INDENT = "    "
+
+
+def constants(e: Emission) -> str:
+    """The module-level constants."""
+    plan, mesh = e.plan, e.plan.mesh
+    settings = [
+        f"pp={mesh.pp}, dp={mesh.dp}, cp={mesh.cp}, tp={mesh.tp}",
+        f"global_batch={plan.global_batch}, micro_batch={plan.micro_batch}, sequence={plan.sequence}",
+        f'schedule="{plan.schedule}", zero={plan.zero}, precision="{plan.precision}"',
+        f"stages={tuple_text([str(stage) for stage in plan.stages], quote=False)}",
+        f'optimizer="{plan.optimizer.name}", optimizer_kwargs={dict_text(plan.optimizer.kwargs)}',
+    ]
+    settings += _data_settings(e)
+    if e.predicted.step_s is not None:
+        settings.append(f"predicted_step_s={e.predicted.step_s:.6g}")
+    if e.predicted.flops_per_step and e.predicted.peak_flops:
+        settings.append(f"flops_per_step={e.predicted.flops_per_step:.6g}, peak_flops={e.predicted.peak_flops:.6g}")
+    lines = ["SETTINGS = Settings(", *(f"{_INDENT}{line}," for line in settings), ")"]
+    lines.append(f"LAYERS = {tuple_text(e.lists())}  # where the layers are; each is a unit of data parallelism")
+    tied = [f'("{alias}", "{original}")' for alias, original in {**e.tied(), **e.on_several_stages()}.items()]
+    lines.append(f"TIED = {tuple_text(tied, quote=False) if tied else '()'}  # (alias, original)")
+    if e.program.recompute:
+        recompute = sorted(e.program.recompute)
+        whole = recompute == list(range(recompute[0], recompute[-1] + 1))
+        shown = f"range({recompute[0]}, {recompute[-1] + 1})" if whole else str(recompute)
+        lines.append(f"RECOMPUTE = {shown}  # layers whose activations backward computes again")
+    lines += _fused_constants(e)
+    if e.plan.optimizer.groups:
+        lines += ["# (parameter names, options over the optimizer's)", "PARAMETER_GROUPS = ("]
+        lines += [f"    ({tuple_text(names)}, {dict_text(own)})," for names, own in _groups(e)]
+        lines.append(")")
+    return "\n".join(lines)
+
+
+def _data_settings(e: Emission) -> list[str]:
+    """What the default data must know: the number of token ids, and whether the model shifts labels itself."""
+    if PROLOGUE not in e.program.blocks:
+        return []
+    for node in e.program.blocks[PROLOGUE].ops:
+        if node.target is torch.ops.aten.embedding.default and _reads_input(node.args[1]):
+            weight = node_inputs(node)[0]
+            shifts = {torch.ops.aten.pad.default, torch.ops.aten.slice.Tensor}
+            same = any(n.target in shifts for n in e.program.blocks[COUNT].ops)
+            labels = "same" if same else "next"
+            return [f'vocabulary={size_text(info(weight).shape[0])}, labels="{labels}"']
+    return []
+
+
+def _groups(e: Emission) -> list[tuple[list[str], Mapping[str, Any]]]:
+    """The user's parameter groups by the program's names: fused parameters by their parts."""
+    fused = e.program.fused
+    return [
+        ([part for name in names for part in (fused[name].parts if name in fused else (name,))], own)
+        for names, own in e.plan.optimizer.groups
+    ]
+
+
+def _fused_constants(e: Emission) -> list[str]:
+    """PARTS: part → (parameter of the original model, dim, start, length)."""
+    if not e.program.fused:
+        return []
+    lines = [
+        "# Parameters that are slices of one of the original model: part → (original, dim, start, length)",
+        "PARTS = {",
+    ]
+    done: set[str] = set()
+    for call in e.program.calls:
+        rows = [] if call.block in done else _part_rows(e, call)
+        done.add(call.block)
+        if not rows:
+            continue
+        paths = [c.path for c in e.program.calls if c.block == call.block]
+        prefix = "{path}." if call.path else ""
+        lines.append(f"{_INDENT}**{{")
+        lines.append(f'{_INDENT * 2}f"{prefix}{{part}}": (f"{prefix}{{original}}", dim, start, length)')
+        if call.path:
+            lines.append(f"{_INDENT * 2}for path in {_paths(paths)}")
+        lines.append(f"{_INDENT * 2}for part, original, dim, start, length in (")
+        lines += [f"{_INDENT * 3}{row}," for row in rows]
+        lines += [f"{_INDENT * 2})", f"{_INDENT}}},"]
+    return [*lines, "}"]
+
+
+def _part_rows(e: Emission, call: Call) -> list[str]:
+    rows = []
+    block = e.program.blocks[call.block]
+    refs = {info(n).ref for n in block.placeholders(Role.PARAMETER)}
+    for original, fused in e.program.fused.items():
+        start = 0
+        for part in fused.parts:
+            relative = part.removeprefix(f"{call.path}.") if call.path else part
+            length = int(e.program.parameters[part].shape[fused.dim])
+            if relative in refs:
+                whole = original.removeprefix(f"{call.path}.") if call.path else original
+                rows.append(f'("{relative}", "{whole}", {fused.dim}, {start}, {length})')
+            start += length
+    return rows
+
+
+def _reads_input(node: Any) -> bool:
+    while isinstance(node, fx.Node) and info(node).role is Role.CONVERT:
+        node = node.args[0]
+    return isinstance(node, fx.Node) and info(node).role is Role.INPUT
+
+
+def _paths(paths: Sequence[str]) -> str:
+    parent = paths[0].rpartition(".")[0]
+    if list(paths) == [f"{parent}.{i}" for i in range(len(paths))]:
+        return f'(f"{parent}.{{i}}" for i in range({len(paths)}))'
+    return tuple_text(paths)

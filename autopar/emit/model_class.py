@@ -1,0 +1,207 @@
+"""The class Model: the layers of one stage, prologue and epilogue, and what travels between stages."""
+
+from __future__ import annotations
+
+from ..ir.graph import EPILOGUE, PROLOGUE, TABLES, B, Block, Role, S, info
+from .emission import Emission, tuple_text
+from .text import size_text
+
+
+def model_class(e: Emission) -> str:
+    """One class for all ranks: the stage chooses its part."""
+    blocks = e.program.blocks
+    methods = []
+    for name in (TABLES, PROLOGUE, EPILOGUE):
+        if name in blocks:
+            methods.append(_method(e, blocks[name]))
+    lines = [
+        "class Model(nn.Module):",
+        f'    """{e.program.name}: the layers of one stage, what precedes them on the first, the loss on the last."""',
+        "",
+        "    def __init__(self, stage=0):",
+        "        super().__init__()",
+        "        self._first, self._last = stage == 0, stage == SETTINGS.pp - 1",
+        "        self._start, self._stop = SETTINGS.stages[stage]",
+        *_declarations(e),
+        "",
+        *_forward(e),
+        *(line for method in methods for line in ["", *method]),
+        "",
+        *_between_stages(e),
+    ]
+    return "\n".join(lines)
+
+
+def _declarations(e: Emission) -> list[str]:
+    blocks = e.program.blocks
+    lines: list[str] = []
+    for name, guard in ((TABLES, ""), (PROLOGUE, "self._first")):
+        if name in blocks:
+            lines += _guarded(e, blocks[name], guard)
+    e.imports.add("parameters.submodule")
+    lines.append("        for i in range(self._start, self._stop):")
+    lines.append(f"            submodule(self, {_layer_path(e, 'i')}, {_layer_new(e, 'i')})")
+    if EPILOGUE in blocks:
+        lines += _guarded(e, blocks[EPILOGUE], "self._last")
+    return lines
+
+
+def _guarded(e: Emission, block: Block, guard: str) -> list[str]:
+    own = [n for n in block.placeholders(Role.PARAMETER, Role.BUFFER) if info(n).ref != "_count"]
+    declared = [e.declare(n) for n in own]
+    if not guard or not declared:
+        return [f"        {line}" for line in declared]
+    return [f"        if {guard}:", *(f"            {line}" for line in declared)]
+
+
+def _layer_path(e: Emission, index: str) -> str:
+    """The path of layer `index`, as source."""
+    paths = [c.path for c in e.program.layer_calls]
+    parent = paths[0].rpartition(".")[0]
+    if paths == [f"{parent}.{i}".lstrip(".") for i in range(len(paths))]:
+        return f'f"{parent}.{{{index}}}"' if parent else f"str({index})"
+    return f"{tuple_text(paths)}[{index}]"
+
+
+def _layer_new(e: Emission, index: str) -> str:
+    blocks = [c.block for c in e.program.layer_calls]
+    again = {blocks[i] for i in e.program.recompute}
+
+    def new(block: str) -> str:
+        return f"{block}({f'{index} in RECOMPUTE' if block in again else ''})"
+
+    if len(set(blocks)) == 1:
+        return new(blocks[0])
+    first = ", ".join(blocks)
+    flag = f"{index} in RECOMPUTE" if again else ""
+    return f"({first})[{index}]({flag})"
+
+
+def _forward(e: Emission) -> list[str]:
+    names, blocks = e.names, e.program.blocks
+    inputs = ", ".join(e.program.inputs)
+    lines = [f"    def forward(self, *received, {inputs}):"]
+    if TABLES in blocks:
+        lines += _make_tables(e, names)
+    lines += _first_values(e, names)
+    lines += _chain_loop(e, names) if e.is_chain() else _unrolled(e, names)
+    if EPILOGUE in blocks:
+        lines += [
+            "        if self._last:",
+            f"            return self._epilogue({_arguments(e, EPILOGUE, names)})",
+        ]
+    lines += _return_sent(e)
+    return lines
+
+
+def _return_sent(e: Emission) -> list[str]:
+    """What stages but the last return; where they differ, by the layer they end at."""
+    sent = {stage.stop: ", ".join(e.names[v] for v in stage.sends) for stage in e.program.stages[:-1]}
+    if len(set(sent.values())) <= 1:
+        return [f"        return {values}" for values in dict.fromkeys(sent.values())]
+    lines = []
+    for stop, values in sent.items():
+        lines += [f"        if self._stop == {stop}:", f"            return {values}"]
+    return lines
+
+
+def _make_tables(e: Emission, names: dict[str, str]) -> list[str]:
+    """The call of `_tables`, which takes the sizes of the batch where it reads no input."""
+    given = ", ".join(names[v] for v in e.program.call_of(TABLES).outputs)
+    if arguments := e.tables_arguments():
+        return [f"        {given} = self._tables({', '.join(arguments.values())})"]
+    name, tensor = max(e.program.inputs.items(), key=lambda item: len({B, S} & set(item[1].shape)))
+    sizes = [f"{name}.shape[{tensor.shape.index(symbol)}]" if symbol in tensor.shape else "None" for symbol in (B, S)]
+    return [f"        {given} = self._tables({', '.join(sizes)}, {name}.device)"]
+
+
+def _first_values(e: Emission, names: dict[str, str]) -> list[str]:
+    blocks, stages = e.program.blocks, e.program.stages
+    lines: list[str] = []
+    if PROLOGUE in blocks:
+        call = e.program.call_of(PROLOGUE)
+        given = ", ".join(names[v] for v in call.outputs)
+        made = f"{given} = self._prologue({_arguments(e, PROLOGUE, names)})"
+        if len(stages) == 1:
+            return [f"        {made}"]
+        lines += ["        if self._first:", f"            {made}"]
+    received = dict.fromkeys(", ".join(names[v] for v in stage.receives) for stage in stages[1:])
+    if len(received) == 1:
+        (values,) = received
+        lines += [
+            "        else:" if lines else "        if not self._first:",
+            f"            ({values},) = received",
+        ]
+    return lines
+
+
+def _arguments(e: Emission, block: str, names: dict[str, str]) -> str:
+    call = e.program.call_of(block)
+    values = [names[v] for v in call.inputs]
+    inputs = [info(n).ref for n in e.program.blocks[block].placeholders(Role.INPUT)]
+    return ", ".join([*values, *inputs])
+
+
+def _chain_loop(e: Emission, names: dict[str, str]) -> list[str]:
+    call = e.program.layer_calls[0]
+    given = ", ".join(names[v] for v in call.outputs)
+    path = _layer_path(e, "i")
+    parent = e.lists()[0]
+    regular = path.startswith('f"') and len(set(c.path for c in e.program.layer_calls)) == len(e.program.layer_calls)
+    same = len({tuple(names[v] for v in c.inputs) for c in e.program.layer_calls}) == 1
+    if regular and same:
+        loop, layer = f"for layer in self.{parent}.children():", "layer"
+    else:
+        loop, layer = "for i in range(self._start, self._stop):", f"self.get_submodule({path})"
+    return [f"        {loop}", f"            {given} = {layer}({_arguments(e, call.block, names)})"]
+
+
+def _unrolled(e: Emission, names: dict[str, str]) -> list[str]:
+    lines = []
+    for i, call in enumerate(e.program.layer_calls):
+        given = ", ".join(names[v] for v in call.outputs)
+        values = ", ".join(names[v] for v in call.inputs)
+        lines.append(f"        if self._start <= {i} < self._stop:")
+        lines.append(f'            {given} = self.get_submodule("{call.path}")({values})')
+    return lines
+
+
+def _method(e: Emission, block: Block) -> list[str]:
+    names = e.tables_arguments() if block.name == TABLES else e.value_names(block)
+    body = e.body(block, names)
+    arguments = ", ".join(names.values()) or "b, s, device"
+    doc = {
+        TABLES: "What layers read that depends on no parameter: every stage makes its own.",
+        PROLOGUE: "What runs before the first layer.",
+        EPILOGUE: "What runs after the last layer: this micro-batch's share of the mean loss.",
+    }[block.name]
+    return [
+        f"    def _{block.name}(self, {arguments}):{e.shapes(names)}",
+        f'        """{doc}"""',
+        *(f"        {line}" for line in body.lines),
+        f"        return {', '.join(body.results)}",
+    ]
+
+
+def _between_stages(e: Emission) -> list[str]:
+    """(local shape, dtype) of each value that a stage sends."""
+    rows = []
+    for stage in e.program.stages[:-1]:
+        sent = [f"({_local_shape(e, v)}, {e.program.value_info(v).dtype})" for v in stage.sends]
+        rows.append(f"({', '.join(sent)},)")
+    lines = [
+        "    @staticmethod",
+        "    def between_stages(stage, b, s):",
+        '        """What a stage sends to the next one on each rank: (shape, dtype) of each tensor."""',
+    ]
+    if len(set(rows)) == 1:
+        return [*lines, f"        return {rows[0]}"]
+    return [*lines, f"        return ({', '.join(rows)}{',' if rows else ''})[stage]"]
+
+
+def _local_shape(e: Emission, value: str) -> str:
+    facts = e.program.value_info(value)
+    shape = list(facts.shape)
+    if facts.placement.is_shard:
+        shape[facts.placement.dim] = shape[facts.placement.dim] / e.plan.mesh.tp
+    return tuple_text([size_text(n) for n in shape], quote=False)

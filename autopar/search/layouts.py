@@ -1,0 +1,59 @@
+"""Restrictions of the intra-op search that have names, and the degrees of tensor parallelism that a model allows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import sympy
+
+from ..ir.graph import Program, info, node_inputs
+from ..placement import REPLICATE, Placement, Shard, Strategy
+from ..plan import Solution
+from ..rules import rule_of
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A restriction of the search: what values between layers and residual sums may be.
+
+    sequence: whether activations may be sharded along the sequence. hidden: the placement of values between
+    layers and of residual sums, or None for free. divide: the weight of every matmul, the heads of attention and
+    the vocabulary are sharded if they can be.
+    """
+
+    name: str
+    sequence: bool
+    hidden: Placement | None
+    divide: bool
+
+
+MEGATRON = Layout("megatron", sequence=False, hidden=REPLICATE, divide=True)
+MEGATRON_SP = Layout("megatron-sp", sequence=True, hidden=Shard(1), divide=True)
+FREE = Layout("free", sequence=True, hidden=None, divide=False)
+
+
+LAYOUTS = (MEGATRON, MEGATRON_SP, FREE)
+
+
+def replicated(program: Program) -> Solution:
+    """The typing of a program on an axis of size 1."""
+    strategies = {
+        block.name: {n.name: Strategy((REPLICATE,) * len(node_inputs(n)), REPLICATE) for n in block.nodes}
+        for block in program.blocks.values()
+        if program.count(block.name)
+    }
+    return Solution(1, strategies, "")
+
+
+def why_not(program: Program, tp: int, values: Mapping[sympy.Symbol, int]) -> str | None:
+    """Why the model cannot be tensor-parallel over `tp` ranks ("25 heads"), or None if it can."""
+    for block, node in program.each_op():
+        if rule_of(node).kind != "attention":
+            continue
+        for operand, what in zip(node_inputs(node)[:2], ("heads", "K/V heads"), strict=True):
+            heads = info(operand).shape[1].subs(dict(values))
+            if heads % tp:
+                place = f"{block.name}{f'.{info(node).module}' if info(node).module else ''}"
+                return f"{heads} {what} of {place} are not divisible by {tp}"
+    return None
