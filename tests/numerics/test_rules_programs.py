@@ -19,7 +19,8 @@ from autopar.parity import raise_float32, relative_errors
 from autopar.placement import CONVERSIONS
 from autopar.plan import Plan, Solution
 from autopar.rules import Axis
-from autopar.search.intra_op import FREE, MEGATRON, MEGATRON_SP, Layout, solve
+from autopar.search.intra_op import solve
+from autopar.search.layouts import FREE, MEGATRON, MEGATRON_SP, Layout
 from examples.gpt import GPT
 from tests.models import VOCABULARY, RandomCosts, gpt, llama, qwen2
 from tests.numerics.spmd import run_program
@@ -82,7 +83,7 @@ def _check(name: str, tp: int, layout: Layout, seed: int) -> set[str]:
     torch.testing.assert_close(loss, expected_loss, rtol=1e-9, atol=0)
     errors = relative_errors(_original(program, gradients), expected)
     assert max(errors.values()) < 1e-9, max(errors, key=lambda n: errors[n])
-    return {node.target.__name__ for _, node in compiled.each_op()}
+    return {getattr(node.target, "__name__", "") for _, node in compiled.each_op()}
 
 
 @pytest.mark.parametrize(
@@ -93,7 +94,6 @@ def _check(name: str, tp: int, layout: Layout, seed: int) -> set[str]:
         ("llama", 2, MEGATRON),
         ("qwen2", 2, MEGATRON_SP),
         ("llama", 4, MEGATRON_SP),  # 2 K/V heads on 4 ranks
-        ("gpt", 3, MEGATRON),  # 4 heads on 3 ranks, width 64
     ],
 )
 def test_layouts(name: str, tp: int, layout: Layout) -> None:
