@@ -188,7 +188,7 @@ class Body:
             if self.last_use(operand) <= self.order[node] and operand not in self.block.results:
                 return self.names[operand]
         base = op_name(head).strip("_")
-        weights = [n for n in node_inputs(head) if info(n).role is Role.PARAMETER]
+        weights = [n for n in node_inputs(head) if info(n).role in (Role.PARAMETER, Role.BUFFER)]
         if not read and weights:
             return self._free(info(weights[0]).ref.rpartition(".")[2], node)
         return self._free(f"{self.names[read[0]]}_{base}" if read else base, node)

@@ -238,6 +238,8 @@ _WRITERS: dict[Any, _Writer] = {
     aten.mul.Tensor: _infix("*", PRODUCT),
     aten.div.Tensor: _infix("/", PRODUCT),
     aten.neg.default: _neg,
+    aten.alias.default: lambda c: c.render(c.node.args[0]),
+    aten.clone.default: _method("clone"),
     aten.pow.Tensor_Scalar: _pow,
     aten.to.dtype: _method("to"),
     aten.reshape.default: _sizes("reshape"),

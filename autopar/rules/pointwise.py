@@ -92,6 +92,8 @@ RULES: dict[object, RuleMaker] = {
     aten.mul.Tensor: _each,
     aten.div.Tensor: elementwise("first", "x"),
     aten.neg.default: _first,
+    aten.alias.default: _first,
+    aten.clone.default: _first,
     aten.to.dtype: _first,
     **dict.fromkeys(
         (aten.silu.default, aten.gelu.default, aten.relu.default, aten.pow.Tensor_Scalar, aten.cos.default,

@@ -26,7 +26,7 @@ from scipy.sparse import coo_array
 from torch import fx
 
 from ..errors import InfeasibleError
-from ..ir.graph import TABLES, Block, NodeInfo, Program, Role, info, node_inputs
+from ..ir.graph import TABLES, B, Block, NodeInfo, Program, Role, info, node_inputs
 from ..placement import GRAD_PARTIAL, PARTIAL, REPLICATE, Placement, Shard, Strategy, conversion
 from ..plan import Solution
 from ..rules import Axis, rule_of, strategies
@@ -113,7 +113,7 @@ class _Search:
         if facts.role is Role.VALUE:
             if not facts.requires_grad:
                 placements = [REPLICATE]
-            elif self.layout.hidden is not None:
+            elif self.layout.hidden is not None and any(B in n.free_symbols for n in facts.shape):
                 placements = [self.layout.hidden]
             else:
                 placements.append(PARTIAL)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..errors import TraceError
 from ..ir.graph import (
     EPILOGUE,
     MODEL,
@@ -26,10 +27,14 @@ from ..ir.graph import (
     NodeInfo,
     Program,
     Role,
+    arguments,
     info,
     op_name,
     set_info,
 )
+from .repeats import NotRepeatedError, is_stand_in
+
+aten = torch.ops.aten
 
 # The op that a module is named for; others in it carry their own name too.
 _MAIN_OPS = {"linear", "layer_norm", "rms_norm", "embedding", "scaled_dot_product_attention", "conv2d"}
@@ -45,7 +50,7 @@ class _Segment:
 
 def split_layers(program: Program, class_names: dict[str, str]) -> Program:
     """The program as calls of blocks. `class_names` maps a layer's module path to its Python class name."""
-    block = program.blocks[MODEL]
+    block = _lift_shared(program.blocks[MODEL])
     segments = _segments(block)
     made: dict[tuple[Any, ...], Block] = {}
     blocks = {name: b for name, b in program.blocks.items() if name != MODEL}
@@ -55,6 +60,9 @@ def split_layers(program: Program, class_names: dict[str, str]) -> Program:
         if not segment.nodes:
             continue
         layer = segment.path not in (TABLES, PROLOGUE, EPILOGUE)
+        if any(is_stand_in(node) for node in segment.nodes):
+            calls.append(_repeated(segment, calls))
+            continue
         path = segment.path if layer else ""
         name = class_names.get(segment.path, "Layer") if layer else segment.path
         new, inputs, outputs = _extract(segment, path, name, block)
@@ -66,14 +74,76 @@ def split_layers(program: Program, class_names: dict[str, str]) -> Program:
             new = made[key] = Block(name, new.graph)
             blocks[name] = new
         calls.append(Call(new.name, _first_path(path, new, program.tied), inputs, outputs))
-    return replace(program, blocks=blocks, calls=tuple(calls))
+    program = replace(program, blocks=blocks, calls=tuple(calls))
+    return _with_repeated_parameters(program, [s for s in segments if any(map(is_stand_in, s.nodes))])
+
+
+def _repeated(segment: _Segment, calls: list[Call]) -> Call:
+    """A stand-in as a call of the second layer's block: its own hidden state, the second layer's other values."""
+    parent = segment.path.rpartition(".")[0]
+    first, second = (next((c for c in calls if c.path == f"{parent}.{i}"), None) for i in (0, 1))
+    if first is None or second is None or first.block != second.block or len(segment.nodes) != 1:
+        raise NotRepeatedError(f"the first layers of {parent} differ")
+    hidden, others = arguments(segment.nodes[0])[:2]
+    given = {node.name for node in others}
+    inputs = tuple(hidden.name if name in first.outputs else name for name in second.inputs)
+    varying = sum(name in first.outputs for name in second.inputs)
+    if varying != 1 or len(second.outputs) != 1 or not set(inputs) - {hidden.name} <= given:
+        raise NotRepeatedError(f"{segment.path} is not given what {second.path} reads")
+    return Call(second.block, segment.path, inputs, (segment.nodes[0].name,))
+
+
+def _with_repeated_parameters(program: Program, stand_ins: Sequence[_Segment]) -> Program:
+    """What decomposition did to the second layer's parameters, done to those of the stand-ins."""
+    parameters, fused = dict(program.parameters), dict(program.fused)
+    for segment in stand_ins:
+        parent = segment.path.rpartition(".")[0]
+        blocks = {call.block for call in program.layer_calls if call.path.rpartition(".")[0] == parent}
+        if len(blocks) != 1:
+            raise NotRepeatedError(f"the last layer of {parent} differs from the second")
+        second = f"{parent}.1."
+        for original, entry in program.fused.items():
+            if original.startswith(second):
+                own = segment.path + "."
+                parts = tuple(own + part.removeprefix(second) for part in entry.parts)
+                parameters.pop(own + original.removeprefix(second))
+                parameters |= dict(zip(parts, (program.parameters[p] for p in entry.parts), strict=True))
+                fused[own + original.removeprefix(second)] = replace(entry, parts=parts)
+    return replace(program, parameters=parameters, fused=fused)
+
+
+def _lift_shared(block: Block) -> Block:
+    """A parameter or buffer that layers read but do not own becomes a value, made before the first layer."""
+    block = block.copy()
+    first = block.ops[0]
+    for node in block.placeholders(Role.PARAMETER, Role.BUFFER):
+        ref = info(node).ref
+        paths = {user: layer_path(info(user).module) for user in node.users}
+        readers = [user for user, path in paths.items() if path and not ref.startswith(f"{path}.")]
+        if readers:
+            with block.graph.inserting_before(first):
+                # A copy of a parameter: what a stage sends on must outlive ZeRO-3's whole parameters.
+                copy = aten.clone.default if info(node).role is Role.PARAMETER else aten.alias.default
+                value = block.graph.call_function(copy, (node,))
+            set_info(value, replace(info(node), role=Role.OP, ref="", module=""))
+            for reader in readers:
+                reader.replace_input_with(node, value)
+    return block
 
 
 def _first_path(path: str, block: Block, tied: dict[str, str]) -> str:
     """The path of the layer object: that of its first use, where a model uses one object several times."""
     names = [f"{path}.{info(n).ref}" for n in block.placeholders(Role.PARAMETER)]
-    firsts = {tied[n].removesuffix(n.removeprefix(path)) for n in names if n in tied}
-    return firsts.pop() if len(firsts) == 1 and all(n in tied for n in names) else path
+    shared = [n for n in names if n in tied]
+    if not shared:
+        return path
+    first = layer_path(tied[shared[0]])
+    if first and all(tied.get(n) == first + n.removeprefix(path) for n in names):
+        return first
+    raise TraceError(
+        f"{path} shares {shared[0]} with {tied[shared[0]]} and has other parameters of its own: repeat the whole layer "
+        "object, or give each layer its own parameters"
+    )
 
 
 def layer_path(module: str) -> str | None:
@@ -178,7 +248,8 @@ def _extract(segment: _Segment, path: str, name: str, block: Block) -> tuple[Blo
 
 
 def _placeholder_name(node: fx.Node, facts: NodeInfo) -> str:
-    return facts.ref.replace(".", "_") if facts.role in (Role.PARAMETER, Role.BUFFER, Role.INPUT) else node.name
+    """Plans refer to placeholders by these names: they must not depend on the number of layers."""
+    return f"value_{facts.ref}" if facts.role is Role.VALUE else facts.ref.replace(".", "_")
 
 
 def _node_name(node: fx.Node, module: str) -> str:
