@@ -1,0 +1,125 @@
+"""Weights of a program: values, or the author's initialisation as data, drawn without the author's code."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import TraceError
+from autopar.runtime.weights import draw
+from autopar.trace.initialise import Weights, build_on_meta, weights_of
+from examples.gpt import GPT, GPTConfig
+
+CONFIG = GPTConfig(n_layer=2, d_model=64, vocab_size=512, block_size=64)
+
+
+def drawn(weights: Weights, model: nn.Module, seed: int = 0) -> dict[str, Tensor]:
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
+    return {name: draw(recipe, shapes[name], seed, name) for name, recipe in weights.recipes.items()}
+
+
+def test_values_of_a_real_model() -> None:
+    model = GPT(CONFIG)
+    weights = weights_of(model)
+    assert not weights.recipes and not weights.missing
+    named = dict(model.named_parameters(remove_duplicate=False))
+    assert weights.values.keys() == named.keys()  # both names of the tied weight
+    assert all(torch.equal(weights.values[name], p) for name, p in named.items())
+
+
+def like_the_authors(values: dict[str, Tensor], model: nn.Module) -> None:
+    """Same mean and deviation within four standard errors, same constants."""
+    for name, parameter in model.named_parameters():
+        ours, theirs = values[name], parameter.detach().float()
+        if theirs.std() == 0 or theirs.numel() == 1:
+            assert torch.equal(ours, theirs), name
+            continue
+        error = 4 * float(theirs.std()) / math.sqrt(theirs.numel())
+        assert abs(float(ours.mean() - theirs.mean())) < 2 * error, name
+        assert abs(float(ours.std() - theirs.std())) < 2 * error, name
+
+
+def test_recorded_factory() -> None:
+    """GPT: normal of 0.02, residual projections narrower, zeros and ones."""
+
+    def build() -> nn.Module:
+        return GPT(CONFIG)
+
+    model = build_on_meta(build)
+    weights = weights_of(model, build)
+    assert not weights.missing and not weights.values
+    torch.manual_seed(0)
+    like_the_authors(drawn(weights, model), build())
+    assert weights.recipes["transformer.h.0.mlp.c_proj.weight"] == [["normal_", 0.0, 0.02 / math.sqrt(4)]]
+    assert weights.recipes["transformer.h.0.mlp.c_fc.bias"][-1][0] in ("zero_", "fill_")
+
+
+def test_recorded_huggingface() -> None:
+    """HF's own _init_weights; its buffers have their real values."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=512,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    weights = weights_of(model)
+    torch.manual_seed(0)
+    real = LlamaForCausalLM(config)
+    assert not weights.missing
+    like_the_authors(drawn(weights, model), real)
+    buffers = dict(real.named_buffers())
+    assert "model.rotary_emb.inv_freq" in weights.values
+    assert all(torch.equal(value, buffers[name]) for name, value in weights.values.items())
+
+
+def test_draws_depend_on_seed_and_name_alone() -> None:
+    model = build_on_meta(lambda: GPT(CONFIG))
+    weights = weights_of(model, lambda: GPT(CONFIG))
+    first, again, other = (drawn(weights, model, seed) for seed in (0, 0, 1))
+    a, b = "transformer.h.0.mlp.c_fc.weight", "transformer.h.1.mlp.c_fc.weight"
+    assert torch.equal(first[a], again[a])
+    assert not torch.equal(first[a], other[a]) and not torch.equal(first[a], first[b])
+
+
+class Table(nn.Module):
+    def __init__(self, reset: Callable[[Tensor], object] | None = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+        if reset is not None:
+            with torch.no_grad():
+                reset(self.linear.weight)
+
+
+def test_buffers_of_a_factory() -> None:
+    """T3: a non-persistent buffer has its value, though the model was built on meta."""
+    weights = weights_of(build_on_meta(Table), Table)
+    assert torch.equal(weights.values["table"], torch.arange(4.0))
+
+
+def test_lost_buffers() -> None:
+    with pytest.raises(TraceError, match=r"buffers table are on meta .* parallelize\(build, …\)"):
+        weights_of(build_on_meta(Table))
+
+
+def test_meta_without_a_factory_has_no_values() -> None:
+    """It is refused rather than reset to other values."""
+    model = build_on_meta(lambda: nn.Linear(3, 3))
+    assert weights_of(model).missing == ("weight", "bias")
+
+
+@pytest.mark.parametrize(
+    "reset", [lambda w: w[0].zero_(), lambda w: w.copy_(torch.eye(4)), lambda w: w.mul_(torch.ones(4, 4))]
+)
+def test_initialisation_of_a_part(reset: Callable[[Tensor], object]) -> None:
+    def build() -> nn.Module:
+        return Table(reset)
+
+    with pytest.raises(TraceError, match="the initialisation of linear.weight .* cannot be recorded: use --init"):
+        weights_of(build_on_meta(build), build)
