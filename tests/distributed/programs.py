@@ -17,15 +17,18 @@ from torch import Tensor, nn
 
 from autopar.compiler import compile_program
 from autopar.cost_models.hardware import gpu
+from autopar.emit.emission import Predicted
 from autopar.emit.load import load_source
-from autopar.emit.source import Predicted, model_source
+from autopar.emit.source import model_source
 from autopar.ir.graph import B, Program, S
 from autopar.mesh import Mesh
 from autopar.parity import relative_errors
 from autopar.plan import Optimizer, Plan, Solution
 from autopar.rules import Axis
 from autopar.runtime.trainer import Trainer
-from autopar.search.intra_op import MEGATRON, Costs, Layout, TimeCosts, solve
+from autopar.search.intra_op import solve
+from autopar.search.layouts import MEGATRON, Layout
+from autopar.search.op_costs import Costs, TimeCosts
 from tests import models
 from tests.harness import Reference, reference_run, run_ranks
 
@@ -45,7 +48,7 @@ Batch = dict[str, Tensor]
 # A model with its program
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Subject:
     """A model and the dtype it is trained in; its parameters have that dtype (bf16: fp32 masters)."""
 
@@ -150,13 +153,13 @@ def gpt(dtype: torch.dtype, layers: int = 4, dropout: float = 0.0) -> Subject:
     return subject(model, dtype, program)
 
 
-_SMALL = {"hidden_size": 32, "intermediate_size": 72, "num_hidden_layers": 4}
+_SMALL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 72, "num_hidden_layers": 4}
 
 
 @cache
-def llama(dtype: torch.dtype) -> Subject:
+def llama(dtype: torch.dtype, layers: int = 4) -> Subject:
     """HF Llama with grouped K/V heads."""
-    model, program = models.llama(dtype, **_SMALL)
+    model, program = models.llama(dtype, **{**_SMALL, "num_hidden_layers": layers})
     return subject(model, dtype, program)
 
 
@@ -182,7 +185,8 @@ class ParallelBlock(nn.Module):
         h = self.norm(x)
         q, k, v = (p(h).view(b, s, self.heads, d // self.heads).transpose(1, 2) for p in (self.q, self.k, self.v))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, s, d)
-        return x + self.out(attended) + self.down(F.silu(self.gate(h)) * self.up(h))
+        result: Tensor = x + self.out(attended) + self.down(F.silu(self.gate(h)) * self.up(h))
+        return result
 
 
 class ParallelModel(nn.Module):
@@ -202,8 +206,8 @@ class ParallelModel(nn.Module):
 
 
 @cache
-def parallel(dtype: torch.dtype) -> Subject:
-    return subject(ParallelModel(), dtype)
+def parallel(dtype: torch.dtype, layers: int = 3) -> Subject:
+    return subject(ParallelModel(layers), dtype)
 
 
 # --------------------------------------------------------------------------------

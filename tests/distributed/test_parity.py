@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.search.intra_op import MEGATRON_SP
+from autopar.search.layouts import MEGATRON_SP
 from tests.distributed.programs import (
     STEPS,
     Batch,
@@ -89,7 +89,8 @@ def test_bf16(model: str, plan: str) -> None:
 
     def on_rank(rank: int) -> tuple[float, float]:
         trainer = trainer_of(source, subject.weights)
-        losses, gradients = [], {}
+        losses: list[float] = []
+        gradients: dict[str, torch.Tensor] = {}
         for batch in batches():
             losses.append(trainer.step(local_batch(trainer, batch)).loss)
             gradients = gradients or trainer.gradients()
@@ -118,7 +119,7 @@ def _bf16_run(subject: Subject, data: list[Batch]) -> tuple[list[float], dict[st
         losses.append(loss.item())
         gradients = {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
         first = first or gradients
-        for name, parameter in model.named_parameters():
+        for name in masters:
             masters[name].grad = gradients[name]
         optimizer.step()
         for name, parameter in model.named_parameters():
