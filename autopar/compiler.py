@@ -20,6 +20,7 @@ from .rules.verify import check_data_axis, verify
 from .trace.export import trace
 from .trace.huggingface import traceable
 from .trace.layers import class_names, split_layers
+from .trace.repeats import NotRepeatedError
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -28,13 +29,20 @@ _TYPED_FROM, _CONVERTED_FROM = "shard_parameters", "insert_conversions"
 
 def prepare(model: nn.Module, inputs: Mapping[str, Any], precision: str) -> Program:
     """Trace a model in the compute dtype, run PREPARE, and cut it into layers; typed on the data axes."""
-    with traceable(model, inputs):
-        program = trace(model, inputs, DTYPES[precision])
-    for step in PREPARE:
-        program = step.apply(program, None)
-    program = split_layers(program, class_names(model))
+    try:
+        program = _layers(model, inputs, precision, fold=True)
+    except NotRepeatedError:
+        program = _layers(model, inputs, precision, fold=False)
     check_data_axis(program)
     return program
+
+
+def _layers(model: nn.Module, inputs: Mapping[str, Any], precision: str, fold: bool) -> Program:
+    with traceable(model, inputs):
+        program = trace(model, inputs, DTYPES[precision], fold)
+    for step in PREPARE:
+        program = step.apply(program, None)
+    return split_layers(program, class_names(model))
 
 
 def compile_program(program: Program, plan: Plan) -> Program:

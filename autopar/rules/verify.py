@@ -10,6 +10,10 @@ Run after every pass. Each level of a program has its checks:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
+import sympy
 from torch import fx
 
 from ..errors import TypeCheckError
@@ -24,10 +28,42 @@ def verify(program: Program, axis: Axis, converted: bool) -> None:
     for block in program.blocks.values():
         if not program.count(block.name):
             continue
+        for node in block.placeholders():
+            _check_placeholder(program, block, node)
         for node in block.ops:
             _check_node(block, node, axis, converted)
         if converted:
             _check_results(program, block)
+
+
+def _check_placeholder(program: Program, block: Block, node: fx.Node) -> None:
+    """Inputs and buffers are whole; a parameter is whole or a shard, and the same under each of its names."""
+    facts = info(node)
+    if facts.strategy is None:
+        raise _error(block, node, "has no placement")
+    if facts.role in (Role.INPUT, Role.BUFFER) and facts.placement != REPLICATE:
+        raise _error(block, node, f"an {facts.role.value} is whole on every rank, not {facts.placement}")
+    if facts.role is not Role.PARAMETER:
+        return
+    if facts.placement == PARTIAL:
+        raise _error(block, node, "a parameter is whole or a shard, not Partial")
+    name = program.call_of(block.name).full_name(facts.ref)
+    if name in program.tied:
+        for other_block, other in _uses(program, program.tied[name]):
+            if info(other).placement != facts.placement:
+                raise _error(
+                    block,
+                    node,
+                    f"is tied to {other_block}.{other.name}, {info(other).placement}, but is {facts.placement}",
+                )
+
+
+def _uses(program: Program, name: str) -> Iterator[tuple[str, fx.Node]]:
+    """(block, placeholder) of each use of a parameter."""
+    for call in program.calls:
+        for node in program.blocks[call.block].placeholders(Role.PARAMETER):
+            if call.full_name(info(node).ref) == name:
+                yield call.block, node
 
 
 def _check_node(block: Block, node: fx.Node, axis: Axis, converted: bool) -> None:
@@ -144,6 +180,8 @@ def _infer(block: Block, node: fx.Node, operands: list[Placement], axis: Axis) -
     options = strategies(node, rule_of(node), axis) if has_rule(node) else []
     # Without communication a whole value that is the same everywhere may feed work on parts of the batch.
     exact = [o for o in options if all(_feeds(p, w) for p, w in zip(operands, o.inputs, strict=True))]
+    if _reads_batch_size(node):
+        raise _error(block, node, "reads the batch size, which differs on each part of a batch: take a mean instead")
     needs_batch = B in set().union(*(size.free_symbols for size in info(node).shape))
     for option in sorted(exact, key=lambda o: o.output.is_shard, reverse=True):
         if not needs_batch or option.output.is_shard:
@@ -157,6 +195,14 @@ def _infer(block: Block, node: fx.Node, operands: list[Placement], axis: Axis) -
         f"couples samples of a batch, or has no rule ({node.target}, operands on the data axis: {shown}): "
         "data parallelism and micro-batches would change what it computes; remove it or make it per sample",
     )
+
+
+def _reads_batch_size(node: fx.Node) -> bool:
+    """Whether the size of the batch is an operand, not a size of the result."""
+    if has_rule(node) and rule_of(node).kind == "view":
+        return False
+    sizes: list[Any] = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, sympy.Expr)]
+    return any(B in size.free_symbols for size in sizes)
 
 
 def _feeds(given: Placement, wanted: Placement) -> bool:

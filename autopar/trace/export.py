@@ -16,16 +16,18 @@ from torch.export import Dim
 
 from ..errors import TraceError
 from ..ir.graph import Program
+from . import repeats
 from .importer import NOT_THE_USERS, Importer
 
 _MAX_SEQUENCE = 1 << 20
 
 
-def trace(model: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype) -> Program:
+def trace(model: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype, fold: bool = False) -> Program:
     """Trace `model(**inputs)`, whose result is or begins with the loss, into a program of one block.
 
     `inputs` are example keyword inputs, batch on dim 0; integer inputs of two dims (ids, labels) fix
-    the sequence length. Values are never read: weights may be on meta. `dtype` is the compute dtype.
+    the sequence length. Values are never read: weights may be on meta. `dtype` is the compute dtype. With `fold`
+    the inner layers of deep lists are stand-ins (see `repeats`).
     Raises TraceError where the model branches on values or depends on ambient autocast.
     """
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
@@ -33,6 +35,8 @@ def trace(model: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype) -> Pr
             "tracing under torch.autocast would lose its casts: call parallelize outside it and choose precision="
         )
     shadow = _meta_copy(model, dtype)
+    if fold and not repeats.fold(shadow):
+        raise repeats.NotRepeatedError("no list of equal layers")
     example, dims = _example(inputs)
     exported = _export(shadow, example, dims)
     return Importer(model, exported, example, dims, dtype).program()
@@ -86,6 +90,8 @@ def _export(model: nn.Module, example: dict[str, Any], dims: dict[str, dict[int,
             if not fix:
                 raise TraceError(_explain(error)) from error
             low, high = int(fix[1] or low), int(fix[2] or high)
+        except repeats.NotRepeatedError:
+            raise
         except Exception as error:  # noqa: BLE001 - whatever the user's forward raised, told with its place
             raise TraceError(_explain(error)) from error
     raise TraceError(f"no range of sequence lengths could be found for the model (last tried {low}…{high})")

@@ -1,0 +1,83 @@
+"""Deep lists are traced in the time of three layers, and give the program that tracing every layer gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.compiler import _layers, prepare
+from autopar.ir.graph import COUNT, Program
+from autopar.ir.text import block_text
+from examples.gpt import GPTConfig, build
+
+IDS = torch.zeros(2, 16, dtype=torch.long)
+INPUTS = {"input_ids": IDS, "labels": IDS}
+
+
+def same(folded: Program, whole: Program) -> bool:
+    """Equal but for the names of values between calls."""
+    blocks = [{n: block_text(b) for n, b in p.blocks.items() if n != COUNT} for p in (folded, whole)]
+    calls = [[(c.block, c.path, len(c.inputs), len(c.outputs)) for c in p.calls] for p in (folded, whole)]
+    facts = [(p.parameters, p.buffers, p.inputs, p.tied, p.fused) for p in (folded, whole)]
+    return blocks[0] == blocks[1] and calls[0] == calls[1] and facts[0] == facts[1]
+
+
+def test_a_folded_trace_is_the_whole_trace() -> None:
+    model = build(GPTConfig(n_layer=7, d_model=32, n_head=2))
+    folded, whole = (_layers(model, INPUTS, "fp32", fold) for fold in (True, False))
+    assert same(folded, whole)
+    assert len(folded.layer_calls) == 7
+
+
+def test_each_layer_reads_the_one_before() -> None:
+    calls = _layers(build(GPTConfig(n_layer=7, d_model=32, n_head=2)), INPUTS, "fp32", True).layer_calls
+    for before, after in zip(calls, calls[1:], strict=False):
+        assert before.outputs[0] in after.inputs
+
+
+class Indexed(nn.Module):
+    """A list of layers that differ in what `make` gives each."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, 8)
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(x.flatten(0, 1), labels.flatten())
+
+
+class Layer(nn.Module):
+    def __init__(self, index: int, scale: float = 1.0, width: int = 8) -> None:
+        super().__init__()
+        self.layer_idx, self.scale = index, scale
+        self.up, self.down = nn.Linear(8, width), nn.Linear(width, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x)) * self.scale
+
+
+class ScaledByIndex(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x)) / (self.layer_idx + 1)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [Layer(i, scale=1.0 + (i == 3)) for i in range(8)],
+        [Layer(i, width=8 + 8 * (i == 4)) for i in range(8)],
+        [ScaledByIndex(i) for i in range(8)],
+    ],
+    ids=["an option differs", "a width differs", "the index is used"],
+)
+def test_lists_that_do_not_repeat_are_traced_whole(layers: list[Any]) -> None:
+    program = prepare(Indexed(layers), INPUTS, "fp32")
+    assert same(program, _layers(Indexed(layers), INPUTS, "fp32", False))
+    assert len(program.layer_calls) == 8
