@@ -85,6 +85,11 @@ def _t(node: fx.Node) -> Rule:
     return _view(inputs, inputs[::-1])
 
 
+def _swap_last(node: fx.Node) -> Rule:
+    inputs = _dims(_rank(node))
+    return _view(inputs, [*inputs[:-2], inputs[-1], inputs[-2]])
+
+
 def _permute(node: fx.Node) -> Rule:
     inputs = _dims(_rank(node))
     order: list[int] = node.args[1]  # type: ignore[assignment]
@@ -158,6 +163,8 @@ RULES: dict[object, RuleMaker] = {
     aten.reshape.default: _reshape,
     aten.transpose.int: _transpose,
     aten.t.default: _t,
+    aten.numpy_T.default: _t,
+    aten.mT.default: _swap_last,
     aten.permute.default: _permute,
     aten.unsqueeze.default: _unsqueeze,
     aten.squeeze.dim: _squeeze,

@@ -238,6 +238,8 @@ CASES: dict[object, list[Case]] = {
     ),
     aten.transpose.int: _cases((f(12, 4, 6), 1, 2), (f(4, 5), -1, 0)),
     aten.t.default: _cases((f(4, 6),), (f(12),)),
+    aten.numpy_T.default: _cases((f(12, 4),), (f(12, 5),)),
+    aten.mT.default: _cases((f(12, 4, 6),), (f(5, 4),)),
     aten.permute.default: _cases((f(12, 4, 6), [2, 0, 1]), (f(12, 4, 6), [-1, 0, 1])),
     aten.unsqueeze.default: _cases((f(4, 6), -1), (f(4, 6), 0), (f(12, 5), 1)),
     aten.squeeze.dim: _cases((f(4, 1, 6), 1), (f(12, 5, 1), -1), (f(4, 6), 0)),
