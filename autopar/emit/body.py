@@ -115,7 +115,7 @@ class Body:
         assert source is not None, f"nothing tells the sizes of {self.block.name}"
         facts, name = info(source), self.names[source]
         dims = _dims_of(facts)
-        if not facts.placement.is_shard and facts.shape[:2] == (B, S):
+        if used >= {B, S} and not facts.placement.is_shard and facts.shape[:2] == (B, S):
             rest = ", _" * (len(facts.shape) - 2)
             self.lines.append(f"b, s{rest} = {name}.shape")
             return

@@ -96,7 +96,7 @@ def _build(settings: Settings, device: torch.device) -> Mesh:
 
 def _device(device: torch.device | str | None) -> torch.device:
     if device is None and torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     device = torch.device(device or "cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -104,7 +104,7 @@ def _device(device: torch.device | str | None) -> torch.device:
 
 
 def _check_world_size(settings: Settings) -> None:
-    launched = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+    launched = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if launched != settings.world_size:
         raise ValueError(
             f"this program was planned for {settings.world_size} processes (pp={settings.pp} × "

@@ -9,12 +9,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from torch.distributed import destroy_process_group
+from torch.distributed.elastic.multiprocessing.errors import record
+
+# isort: split
 import model
 from runtime.data import Loader, load_dataset
 from runtime.metrics import Meter
 from runtime.trainer import Trainer
-from torch.distributed import destroy_process_group
-from torch.distributed.elastic.multiprocessing.errors import record
 
 HERE = Path(__file__).resolve().parent
 

@@ -1,0 +1,91 @@
+"""model.py of small models under plans written by hand, and its syntax tree."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+import torch
+
+from autopar.compiler import compile_program
+from autopar.cost_models.hardware import gpu
+from autopar.emit.emission import Predicted
+from autopar.emit.source import model_source
+from autopar.ir.graph import B, Program, S
+from autopar.mesh import Mesh
+from autopar.plan import Plan, Solution
+from autopar.rules import Axis
+from autopar.search.intra_op import solve
+from autopar.search.layouts import MEGATRON, MEGATRON_SP, Layout, replicated
+from autopar.search.op_costs import TimeCosts
+from tests import models
+
+SEQUENCE = 16
+LAYOUTS = {layout.name: layout for layout in (MEGATRON, MEGATRON_SP)}
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """A compiled program and the text of its model.py, without predictions."""
+
+    program: Program
+    plan: Plan
+
+    @cached_property
+    def source(self) -> str:
+        return model_source(self.program, self.plan, Predicted())
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.source)
+
+    def class_of(self, name: str) -> ast.ClassDef:
+        return next(node for node in self.tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+
+
+@cache
+def emitted(
+    model: str,
+    pp: int = 1,
+    tp: int = 1,
+    layout: str = "megatron",
+    layers: int = 4,
+    recompute: tuple[int, ...] = (),
+    dropout: float = 0.0,
+) -> Emitted:
+    """The GPT of examples/gpt.py or HF's Llama, of width 64, in bf16."""
+    if model == "gpt":
+        _, program = models.gpt(torch.bfloat16, meta=True, n_layer=layers, dropout=dropout)
+    else:
+        _, program = models.llama(torch.bfloat16, meta=True, num_hidden_layers=layers)
+    plan = Plan(
+        mesh=Mesh(pp=pp, tp=tp),
+        global_batch=8,
+        micro_batch=4,
+        sequence=SEQUENCE,
+        stages=tuple((i * layers // pp, (i + 1) * layers // pp) for i in range(pp)),
+        schedule="1f1b" if pp > 1 else "none",
+        recompute=recompute,
+        solution=_solution(program, tp, LAYOUTS[layout]),
+    )
+    return Emitted(compile_program(program, plan), plan)
+
+
+def _solution(program: Program, tp: int, layout: Layout) -> Solution:
+    if tp == 1:
+        return replicated(program)
+    # Of a size at which splitting the work pays: the layout is then the one it is named for.
+    values = {B: 4, S: 4096}
+    axis = Axis("tp", tp, sequence=layout.sequence, values=values)
+    return solve(program, axis, TimeCosts(gpu("h100-sxm-80gb"), "bf16", tp, values), layout)
+
+
+def calls(tree: ast.AST) -> list[str]:
+    """The dotted names of what is called."""
+    return [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+
+
+def methods(tree: ast.ClassDef, names: Sequence[str]) -> list[ast.FunctionDef]:
+    return [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names]

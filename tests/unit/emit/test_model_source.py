@@ -1,0 +1,261 @@
+"""What model.py reads like: goldens, every op visible, original names, a length that depth does not change."""
+
+from __future__ import annotations
+
+import ast
+import keyword
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import fx, nn
+
+from autopar.emit.load import load_source
+from autopar.ir.graph import Role, info
+from autopar.ir.ops import is_collective
+from tests import models
+from tests.unit.emit.programs import Emitted, calls, emitted, methods
+
+PLANS = {"tp2-sp": {"tp": 2, "layout": "megatron-sp"}, "tp2-pp2": {"tp": 2, "pp": 2}}
+CASES = [(model, plan) for model in ("gpt", "llama") for plan in PLANS]
+aten = torch.ops.aten
+
+
+def of(model: str, plan: str) -> Emitted:
+    return emitted(model, **PLANS[plan])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("model", "plan"), CASES)
+def test_golden(model: str, plan: str, golden: Callable[[str, str], None]) -> None:
+    golden(f"emit/{model}-{plan}.py", of(model, plan).source)
+
+
+# --------------------------------------------------------------------------------
+# Every op of a layer is in its source
+
+OPERATORS = {
+    aten.add.Tensor: ast.Add,
+    aten.sub.Tensor: ast.Sub,
+    aten.mul.Tensor: ast.Mult,
+    aten.div.Tensor: ast.Div,
+    aten.matmul.default: ast.MatMult,
+    aten.neg.default: ast.USub,
+    aten.slice.Tensor: ast.Subscript,
+    aten.select.int: ast.Subscript,
+}
+CALLS = {
+    "scaled_dot_product_attention": ("scaled_dot_product_attention", "attention"),
+    "cross_entropy_loss": ("cross_entropy",),
+}
+
+
+def visible(node: fx.Node, count: Counter[object]) -> bool:
+    """Takes the node's call or operator from what the source has; a bias is an argument of F.linear."""
+    if node.target in OPERATORS:
+        wanted: list[object] = [OPERATORS[node.target]]
+    elif is_collective(node.target):
+        wanted = [node.target.__name__]  # type: ignore[union-attr]
+    else:
+        name = node.target.overloadpacket.__name__  # type: ignore[union-attr]
+        wanted = list(CALLS.get(name, (name,)))
+    if node.target is aten.add.Tensor:
+        wanted.append("bias")
+    for what in wanted:
+        if count[what]:
+            count[what] -= 1
+            return True
+    return False
+
+
+def things(tree: ast.ClassDef) -> Counter[object]:
+    """Calls by their last name, operators by their class, and biases given to F.linear."""
+    found: Counter[object] = Counter()
+    for method in methods(tree, ("forward", "_layer", "_prologue", "_epilogue", "_tables")):
+        if method.name == "forward" and methods(tree, ("_layer",)):
+            continue
+        found.update(name.rpartition(".")[2] for name in calls(method))
+        found.update(type(n.op) for n in ast.walk(method) if isinstance(n, ast.BinOp | ast.UnaryOp))
+        found[ast.Subscript] = sum(isinstance(n, ast.Subscript) for n in ast.walk(method))
+        found["bias"] = sum(
+            isinstance(n, ast.Call) and ast.unparse(n.func) == "F.linear" and len(n.args) == 3 for n in ast.walk(method)
+        )
+    return found
+
+
+@pytest.mark.parametrize("recompute", [(), (1, 2)])
+@pytest.mark.parametrize(("model", "plan"), CASES)
+def test_each_op_of_a_layer_is_in_its_source(model: str, plan: str, recompute: tuple[int, ...]) -> None:
+    program = emitted(model, recompute=recompute, **PLANS[plan])  # type: ignore[arg-type]
+    for name in {call.block for call in program.program.layer_calls}:
+        ops = program.program.blocks[name].ops
+        assert len(ops) > 15
+        count = things(program.class_of(name))
+        hidden = [node.format_node() for node in ops if not visible(node, count)]
+        assert not hidden, program.source
+
+
+# --------------------------------------------------------------------------------
+# Names
+
+
+@pytest.mark.parametrize(("model", "plan"), CASES)
+def test_original_parameter_names(model: str, plan: str) -> None:
+    """The union of the stages has the original's names, but for the parts of a fused parameter."""
+    program = of(model, plan)
+    declared = declared_names(program)
+    original, _ = models.gpt(n_layer=4) if model == "gpt" else models.llama(num_hidden_layers=4)
+    expected = dict(original.named_parameters(remove_duplicate=False))
+    fused = {part: name for name, f in program.program.fused.items() for part in f.parts}
+    assert {fused.get(name, name) for name in declared} == set(expected)
+
+
+def declared_names(program: Emitted) -> set[str]:
+    """Parameters and ties that the classes declare, with the path of each layer."""
+    kinds = ("parameter", "tie")
+    found: set[str] = set()
+    for tree in [n for n in program.tree.body if isinstance(n, ast.ClassDef)]:
+        own = {
+            str(node.args[1].value)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in kinds and isinstance(node.args[1], ast.Constant)
+        }
+        paths = [f"{c.path}." for c in program.program.layer_calls if c.block == tree.name] or [""]
+        found |= {f"{path}{name}" for path in paths for name in own}
+    return found
+
+
+@pytest.mark.parametrize(("model", "plan"), CASES)
+def test_added_attributes_start_with_an_underscore(model: str, plan: str) -> None:
+    """Attributes, parameters and methods that the original does not have."""
+    program = of(model, plan)
+    original, _ = models.gpt(n_layer=4) if model == "gpt" else models.llama(num_hidden_layers=4)
+    named = [*original.named_modules(), *original.named_parameters(), *original.named_buffers()]
+    known = {part for name, _ in named for part in name.split(".")}
+    known |= set(dir(nn.Module()))
+    for tree in [n for n in program.tree.body if isinstance(n, ast.ClassDef)]:
+        attributes = {
+            n.attr
+            for n in ast.walk(tree)
+            if isinstance(n, ast.Attribute) and ast.unparse(n.value).split(".")[0] == "self"
+        }
+        added = {name for name in attributes - known if not name.startswith("_")}
+        assert not added, added
+        functions = {n.name for n in tree.body if isinstance(n, ast.FunctionDef)} - {"forward", "between_stages"}
+        assert all(name.startswith("_") for name in functions), functions
+
+
+@pytest.mark.parametrize(("model", "plan"), CASES)
+def test_values_shadow_nothing(model: str, plan: str) -> None:
+    """No local name is a keyword, an imported name, a function that is called, or a constant."""
+    program = of(model, plan)
+    imported = {
+        alias.asname or alias.name
+        for node in program.tree.body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    constants = {ast.unparse(t) for n in program.tree.body if isinstance(n, ast.Assign) for t in n.targets}
+    called = [n.func for n in ast.walk(program.tree) if isinstance(n, ast.Call)]
+    used = {function.id for function in called if isinstance(function, ast.Name)} - {"layer"}  # of the loop
+    for function in [n for n in ast.walk(program.tree) if isinstance(n, ast.FunctionDef)]:
+        stored = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        names = stored | {argument.arg for argument in function.args.args} - {"self"}
+        assert not names & (imported | constants | used)
+        assert not any(keyword.iskeyword(name) for name in names)
+
+
+class Awkward(nn.Module):
+    """Modules whose names are Python's, the runtime's, or the emitter's own."""
+
+    NAMES = ("lambda_", "copy_to", "device", "forward_", "F", "torch_", "local", "b", "s", "nn")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(models.VOCABULARY, 20)
+        layer = {name: nn.Linear(20, 20) for name in self.NAMES}
+        self.layers = nn.ModuleList(nn.ModuleDict(layer) for _ in range(1))
+        self.dropout_head = nn.Linear(20, models.VOCABULARY)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            for module in layer.values():  # type: ignore[operator]
+                x = x + module(x).tanh()
+        return nn.functional.cross_entropy(self.dropout_head(x).flatten(0, 1), labels.flatten())
+
+
+def test_awkward_names() -> None:
+    """The program loads, and computes what the model computes."""
+    from tests.distributed.programs import assert_parity, subject
+
+    made = subject(Awkward(), torch.float64)
+    assert_parity(made, made.plan())
+    load_source(made.source(made.plan()))
+
+
+def test_values_are_named_from_module_paths() -> None:
+    source = of("llama", "tp2-sp").source
+    for name in ("q", "k", "v", "attn", "gate", "up", "down"):
+        assert re.search(rf"^ +{name} = ", source, re.MULTILINE), name
+
+
+# --------------------------------------------------------------------------------
+# The whole file
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_length_does_not_depend_on_depth(plan: str) -> None:
+    lengths = [
+        emitted("llama", layers=layers, **PLANS[plan]).source.count("\n")  # type: ignore[arg-type]
+        for layers in (4, 32)
+    ]
+    assert max(lengths) < 200
+    assert abs(lengths[0] - lengths[1]) <= 2
+
+
+def test_no_device_is_written_down() -> None:
+    """T7: devices are those of the arguments."""
+    for model, plan in CASES:
+        source = of(model, plan).source
+        assert "cuda" not in source and '"cpu"' not in source and "meta" not in source
+
+
+@pytest.mark.parametrize(("model", "plan"), CASES)
+def test_each_placement_change_is_a_line(model: str, plan: str) -> None:
+    """A collective is the whole right side of its line."""
+    program = of(model, plan)
+    functions = {"copy_to", "all_reduce", "all_gather", "reduce_scatter", "gather", "split"}
+    for node in ast.walk(program.tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in functions:
+            assert isinstance(node.args[0], ast.Name), ast.unparse(node)
+
+
+def test_ruff_finds_nothing(tmp_path: Path) -> None:
+    """`ruff check --isolated` on the folder that is saved."""
+    import autopar
+    from examples.gpt import GPT, GPTConfig
+
+    ids = torch.zeros(2, 16, dtype=torch.long, device="meta")
+    autopar.parallelize(
+        lambda: GPT(GPTConfig(n_layer=2, d_model=32, block_size=32)), 4, gpu="h100-sxm-80gb", global_batch=8,
+        inputs={"input_ids": ids, "labels": ids}, pp=2, tp=2, dp=1,
+    ).save(tmp_path / "saved")  # fmt: skip
+    for model, plan in CASES:
+        (tmp_path / "saved" / f"{model}_{plan.replace('-', '_')}.py").write_text(of(model, plan).source)
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", str(tmp_path / "saved")]
+    for folder in (tmp_path / "saved", Path.cwd()):  # what is first-party depends on it
+        done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+        assert done.returncode == 0, done.stdout
+
+
+def test_placeholders_are_declared_once() -> None:
+    """A parameter that a layer reads twice is one line of its __init__."""
+    program = of("gpt", "tp2-sp")
+    for name, block in program.program.blocks.items():
+        refs = [info(n).ref for n in block.placeholders(Role.PARAMETER)]
+        assert len(refs) == len(set(refs)), name
