@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from ..errors import TraceError
+from ..ir.build import eliminate_dead
 from ..ir.graph import (
     EPILOGUE,
     MODEL,
@@ -75,7 +76,24 @@ def split_layers(program: Program, class_names: dict[str, str]) -> Program:
             blocks[name] = new
         calls.append(Call(new.name, _first_path(path, new, program.tied), inputs, outputs))
     program = replace(program, blocks=blocks, calls=tuple(calls))
-    return _with_repeated_parameters(program, [s for s in segments if any(map(is_stand_in, s.nodes))])
+    stand_ins = [s for s in segments if any(map(is_stand_in, s.nodes))]
+    return _drop_unread(_with_repeated_parameters(program, stand_ins)) if stand_ins else program
+
+
+def _drop_unread(program: Program) -> Program:
+    """Stand-ins are given values that the layer's block does not read: no block need return them."""
+    read = {value for call in program.calls for value in call.inputs}
+    calls, blocks = list(program.calls), dict(program.blocks)
+    for i, call in enumerate(calls):
+        if call.block not in (TABLES, PROLOGUE) or all(value in read for value in call.outputs):
+            continue
+        block = blocks[call.block].copy()
+        kept = [(v, n) for v, n in zip(call.outputs, block.results, strict=True) if v in read]
+        block.output.args = (tuple(node for _, node in kept),)
+        eliminate_dead(block.graph)
+        blocks[call.block] = block
+        calls[i] = replace(call, outputs=tuple(value for value, _ in kept))
+    return replace(program, blocks=blocks, calls=tuple(calls))
 
 
 def _repeated(segment: _Segment, calls: list[Call]) -> Call:

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from autopar.compiler import _layers, prepare
 from autopar.ir.graph import COUNT, Program
 from autopar.ir.text import block_text
+from autopar.trace.huggingface import default_inputs
 from examples.gpt import GPTConfig, build
+from examples.llama import tiny_llama
 
 IDS = torch.zeros(2, 16, dtype=torch.long)
 INPUTS = {"input_ids": IDS, "labels": IDS}
@@ -30,6 +32,13 @@ def test_a_folded_trace_is_the_whole_trace() -> None:
     folded, whole = (_layers(model, INPUTS, "fp32", fold) for fold in (True, False))
     assert same(folded, whole)
     assert len(folded.layer_calls) == 7
+
+
+def test_what_layers_are_given_but_do_not_read_is_not_returned() -> None:
+    model = tiny_llama(layers=7)
+    inputs = default_inputs(model, 2, 16)
+    folded, whole = (_layers(model, inputs, "fp32", fold) for fold in (True, False))
+    assert same(folded, whole)
 
 
 def test_each_layer_reads_the_one_before() -> None:

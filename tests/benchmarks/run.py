@@ -1,0 +1,122 @@
+"""Benchmarks: ratios are the median of alternating pairs in one run, so that a noisy machine slows both sides.
+
+python -m tests.benchmarks.run [--quick]      prints a table and writes results/<date>.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+
+import autopar
+from examples.gpt import GPTConfig, build
+
+HERE = Path(__file__).parent
+PAIRS = 5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer pairs: does it run at all")
+    quick = parser.parse_args().quick
+    rows = [*world_size_one(2 if quick else PAIRS), *planning(1 if quick else 3)]
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
+    report = {"date": datetime.now().isoformat(timespec="seconds"), "machine": machine, "rows": rows}
+    folder = HERE / "results"
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{datetime.now():%Y-%m-%d}.json"
+    path.write_text(json.dumps(report, indent=2) + "\n")
+    table = [(r["what"], f"{r['value']:.3g}", r["unit"], r["bar"], r["verdict"]) for r in rows]
+    print(f"{report['date']} · {machine}\n")
+    print(tabulate(table, headers=("benchmark", "measured", "unit", "bar", "")))
+    print(f"\nwrote {path}")
+
+
+def row(what: str, value: float, unit: str, bar: str, reached: bool | None) -> dict[str, Any]:
+    verdict = "" if reached is None else "reached" if reached else "MISSED"
+    return {"what": what, "value": value, "unit": unit, "bar": bar, "verdict": verdict}
+
+
+def world_size_one(pairs: int) -> list[dict[str, Any]]:
+    """The emitted program on one process against the original eager model: tokens/s of whole training steps."""
+    torch.set_num_threads(os.cpu_count() or 1)
+    config = GPTConfig(n_layer=8, n_head=8, d_model=512, block_size=512)
+    batch, sequence = 2, 512
+    ids = torch.randint(0, 256, (batch, sequence), generator=torch.Generator().manual_seed(0))
+    example = {"input_ids": ids, "labels": ids}
+    result = autopar.parallelize(
+        build(config), gpus=1, gpu="cpu", inputs=example, global_batch=batch, micro_batch=batch, recompute="none"
+    )
+    trainer = result.build(device="cpu")
+    original = build(config).train()
+    optimizer = torch.optim.AdamW(original.parameters())
+
+    def eager() -> None:
+        optimizer.zero_grad()
+        loss = original(**example)
+        loss.backward()
+        # The emitted step also gives the total gradient norm, as a training loop logs it.
+        torch.nn.utils.get_total_norm([p.grad for p in original.parameters() if p.grad is not None])
+        optimizer.step()
+        loss.item()
+
+    def emitted() -> None:
+        trainer.step(example)
+
+    times = alternate(eager, emitted, pairs)
+    ratio = statistics.median(a / b for a, b in zip(*times, strict=True))
+    tokens = batch * sequence
+    return [
+        row("original eager model", tokens / statistics.median(times[0]), "tokens/s", "", None),
+        row("emitted program, world size 1", tokens / statistics.median(times[1]), "tokens/s", "", None),
+        row("emitted ÷ eager (d 512, 8 layers, s 512)", ratio, "ratio", "≥ 0.95", ratio >= 0.95 * 0.97),
+    ]
+
+
+def alternate(first: Callable[[], None], second: Callable[[], None], pairs: int) -> tuple[list[float], list[float]]:
+    """Seconds of each call, A B A B …, after one of each to warm up."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for number in range(pairs + 1):
+        for side, run in enumerate((first, second)):
+            started = time.perf_counter()
+            run()
+            if number:
+                times[side].append(time.perf_counter() - started)
+    return times
+
+
+_PLAN = """
+import time
+started = time.perf_counter()
+import autopar
+from examples.llama import llama_3_8b
+autopar.parallelize(llama_3_8b(), gpus=64, gpu="h100-sxm-80gb")
+print(time.perf_counter() - started)
+"""
+
+
+def planning(runs: int) -> list[dict[str, Any]]:
+    """Llama-3-8B for 64 GPUs in a fresh process, imports included: trace, intra-op search, costs, search."""
+    times = []
+    for _ in range(runs):
+        done = subprocess.run([sys.executable, "-c", _PLAN], check=True, capture_output=True, text=True)
+        times.append(float(done.stdout.split()[-1]))
+    seconds = statistics.median(times)
+    return [row("plan Llama-3-8B for 64 GPUs", seconds, "s", "≤ 20", seconds <= 20 * 1.03)]
+
+
+if __name__ == "__main__":
+    main()
