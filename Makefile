@@ -6,7 +6,7 @@ READY := .venv/.ready
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check test-all format
+.PHONY: help demo test check test-all bench format
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | column -t -s '|'
@@ -25,6 +25,9 @@ check: $(READY) ## ruff, mypy --strict, import-linter
 
 test-all: $(READY) ## the tests and the long walks
 	$(PYTEST)
+
+bench: $(READY) ## print the benchmarks and write them to tests/benchmarks/results
+	$(BIN)/python -m tests.benchmarks.run
 
 format: $(READY) ## rewrite the sources as ruff wants them
 	$(BIN)/ruff check --fix .

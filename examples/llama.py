@@ -1,5 +1,7 @@
 """Hugging Face's Llama: a tiny one to train here, and Llama-3-8B on the meta device to plan."""
 
+from pathlib import Path
+
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -37,3 +39,19 @@ def llama_3_8b() -> LlamaForCausalLM:
     )
     with torch.device("meta"):
         return LlamaForCausalLM(config)
+
+
+def main() -> None:
+    """Train the tiny one under a budget on four CPU processes, prove it, and plan Llama-3-8B for 64 H100s."""
+    from demo import run  # type: ignore[import-not-found] # beside this script
+
+    import autopar
+
+    run(tiny_llama(), None, budget="24MiB", folder=Path("out/llama"), steps=100, global_batch=16, sequence=128)
+    result = autopar.parallelize(llama_3_8b(), gpus=64, gpu="h100-sxm-80gb")
+    print(f"\n{result}\n\n{result.explain()}")
+    print(f"\nwrote {result.save('out/llama-64')}/")
+
+
+if __name__ == "__main__":
+    main()
