@@ -273,6 +273,7 @@ CASES: dict[object, list[Case]] = {
             aten.neg.default, aten.silu.default, aten.relu.default, aten.cos.default, aten.sin.default,
             aten.abs.default,
             aten.softplus.default, aten.exp.default, aten.tanh.default, aten.sigmoid.default, aten.detach.default,
+            aten.alias.default, aten.clone.default,
         )
     },
     **{

@@ -46,7 +46,8 @@ def _program(layout: Layout, until: str) -> tuple[Program, Axis]:
 
 
 def _node(block: Block, name: str) -> fx.Node:
-    return next(n for n in block.graph.nodes if n.name == name)
+    found: fx.Node = next(n for n in block.graph.nodes if n.name == name)
+    return found
 
 
 def _operand(block: Block, name: str, place: int = 0) -> fx.Node:
@@ -196,7 +197,8 @@ class _Plain(nn.Module):
         self.up, self.out = nn.Linear(8, 16), nn.Linear(16, 5)
 
     def logits(self, x: Tensor) -> Tensor:  # [b, 8] -> [b, 5]
-        return self.out(torch.tanh(self.up(x)))
+        logits: Tensor = self.out(torch.tanh(self.up(x)))
+        return logits
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(self.logits(x), labels)

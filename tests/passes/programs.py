@@ -1,0 +1,133 @@
+"""Programs read from text: the form that `program_text` prints, with types where it prints none.
+
+    block model:
+      x: [b, s, 8] = input x
+      w: [16, 8] = parameter w
+      y: [b, s, 16] = linear(x, w)
+      return y
+
+`[4] bf16` gives a dtype (default fp64); `op.overload(…)` an overload where the common one is not meant. After the
+blocks, calls: `h, t = Layer(x, t)  # layers.0`, or `loss = …` for the one without outputs.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from textwrap import dedent
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from autopar.ir.build import derives_gradient
+from autopar.ir.graph import MODEL, B, Block, Call, NodeInfo, Program, Role, S, TensorInfo, info, set_info, update_info
+from autopar.ir.text import program_text
+from autopar.mesh import Mesh
+from autopar.passes import Pass
+from autopar.passes.shard_parameters import ShardParameters
+from autopar.placement import Strategy
+from autopar.plan import Plan, Solution
+
+aten = torch.ops.aten
+
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64, "int": torch.int64, "bool": torch.bool}
+_OVERLOADS = {
+    "add": "Tensor", "sub": "Tensor", "mul": "Tensor", "div": "Tensor", "to": "dtype", "mean": "dim", "slice": "Tensor",
+    "pow": "Tensor_Scalar", "transpose": "int", "split": "Tensor", "select": "int", "flatten": "using_ints",
+    "unflatten": "int", "softmax": "int",
+}  # fmt: skip
+_LINE = re.compile(r"(\w+): \[([^\]]*)\] ?(\w*) = (.*)")
+_CALL = re.compile(r"([\w, ]+) = (\w+)\(([\w, ]*)\)(?:  # ([\w.]+))?")
+
+
+def read(text: str) -> Program:
+    """The program that a text describes; a block called "model" alone needs no call."""
+    blocks: dict[str, Block] = {}
+    calls: list[Call] = []
+    for part in dedent(text).strip().split("\n\n"):
+        head, *lines = part.splitlines()
+        if head.startswith("block "):
+            name = head.removeprefix("block ").rstrip(":")
+            blocks[name] = Block(name, _graph([line.strip() for line in lines]))
+        else:
+            calls += map(_call, [head, *lines])
+    calls = calls or [Call(MODEL, "")]
+    parameters = {
+        call.full_name(info(n).ref): TensorInfo(info(n).shape, info(n).dtype, True)
+        for call in calls
+        for n in blocks[call.block].placeholders(Role.PARAMETER)
+    }
+    return Program("Model", blocks, tuple(calls), parameters, {}, {})
+
+
+def _graph(lines: list[str]) -> fx.Graph:
+    graph = fx.Graph()
+    nodes: dict[str, Any] = {"b": B, "s": S, "torch": torch}
+    for line in lines:
+        if line.startswith("return "):
+            graph.output(tuple(nodes[name] for name in line.removeprefix("return ").split(", ")))
+            continue
+        match = _LINE.fullmatch(line)
+        assert match, line
+        name, shape, dtype, what = match.groups()
+        facts = NodeInfo(tuple(map(_size, filter(None, shape.split(", ")))), _DTYPES[dtype or "fp64"])
+        if made := re.fullmatch(r"([\w.]+)\((.*)\)", what):
+            args, kwargs = eval(f"(lambda *a, **k: (a, k))({made[2]})", {}, nodes)
+            node = graph.create_node("call_function", _op(made[1]), args, kwargs, name)
+            set_info(node, facts)
+            update_info(node, requires_grad=facts.dtype.is_floating_point and derives_gradient(node))
+        else:
+            role, ref = what.split(" ")
+            grad = facts.dtype.is_floating_point and role in ("parameter", "value")
+            node = graph.placeholder(name)
+            set_info(node, NodeInfo(facts.shape, facts.dtype, grad, Role(role), ref))
+        nodes[name] = node
+    return graph
+
+
+def _size(text: str) -> sympy.Expr:
+    return sympy.sympify(text, {"b": B, "s": S})
+
+
+def _op(name: str) -> Any:
+    if name == "getitem":
+        return operator.getitem
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(aten, packet), overload or _OVERLOADS.get(packet, "default"))
+
+
+def _call(line: str) -> Call:
+    match = _CALL.fullmatch(line)
+    assert match, line
+    outputs, block, inputs, path = match.groups()
+    given = () if outputs == "loss" else tuple(outputs.split(", "))
+    return Call(block, path or "", tuple(filter(None, inputs.split(", "))), given)
+
+
+def plan(strategies: str = "", tp: int = 2, stages: tuple[tuple[int, int], ...] = ((0, 1),), **more: Any) -> Plan:
+    """A plan from lines `block.node: S(2), S(1) -> P`."""
+    chosen: dict[str, dict[str, Strategy]] = {}
+    for line in filter(None, map(str.strip, strategies.splitlines())):
+        where, strategy = line.split(": ")
+        block, node = where.split(".")
+        chosen.setdefault(block, {})[node] = Strategy.parse(strategy)
+    schedule = "none" if len(stages) == 1 else "gpipe"
+    mesh = Mesh(pp=len(stages), tp=tp)
+    return Plan(mesh, 2, 2, 8, stages, schedule, precision="fp64", solution=Solution(tp, chosen), **more)
+
+
+def typed(program: Program, plan: Plan) -> Program:
+    return ShardParameters().apply(program, plan)
+
+
+def assert_becomes(step: Pass, program: Program | str, expected: str, plan: Plan | None = None) -> Program:
+    """The pass gives the expected program, changes nothing in the one it was given, and a second time nothing."""
+    before = read(program) if isinstance(program, str) else program
+    text = program_text(before)
+    after = step.apply(before, plan)
+    assert program_text(before) == text, "a pass changes its own copy"
+    shown = program_text(after).removesuffix("\n\nloss = model()\n").rstrip("\n")
+    assert shown == dedent(expected).strip("\n"), f"the pass gives\n{shown}"
+    return after
