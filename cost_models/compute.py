@@ -106,7 +106,7 @@ class ModelPrice:
     def counts_until(self) -> list[tuple[int, ...]]:
         """[n]: layers of each class among the first n."""
         counts = [[0, *accumulate(int(c == index) for c in self.layers)] for index in range(len(self.classes))]
-        return list(zip(*counts, strict=True))
+        return list(zip(*counts, strict=True)) or [()]
 
     @cached_property
     def least_saved_bytes(self) -> float:

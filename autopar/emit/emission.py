@@ -148,6 +148,8 @@ class Emission:
 
 def tuple_text(items: Sequence[str], quote: bool = True) -> str:
     """Source of a tuple of strings, or (quote=False) of expressions."""
+    if not items:
+        return "()"
     shown = [f'"{item}"' if quote else item for item in items]
     return f"({shown[0]},)" if len(shown) == 1 else f"({', '.join(shown)})"
 

@@ -38,9 +38,10 @@ def _declarations(e: Emission) -> list[str]:
     for name, guard in ((TABLES, ""), (PROLOGUE, "self._first")):
         if name in blocks:
             lines += _guarded(e, blocks[name], guard)
-    e.imports.add("parameters.submodule")
-    lines.append("        for i in range(self._start, self._stop):")
-    lines.append(f"            submodule(self, {_layer_path(e, 'i')}, {_layer_new(e, 'i')})")
+    if e.program.layer_calls:
+        e.imports.add("parameters.submodule")
+        lines.append("        for i in range(self._start, self._stop):")
+        lines.append(f"            submodule(self, {_layer_path(e, 'i')}, {_layer_new(e, 'i')})")
     if EPILOGUE in blocks:
         lines += _guarded(e, blocks[EPILOGUE], "self._last")
     return lines
@@ -84,7 +85,8 @@ def _forward(e: Emission) -> list[str]:
     if TABLES in blocks:
         lines += _make_tables(e, names)
     lines += _first_values(e, names)
-    lines += _chain_loop(e, names) if e.is_chain() else _unrolled(e, names)
+    if e.program.layer_calls:
+        lines += _chain_loop(e, names) if e.is_chain() else _unrolled(e, names)
     if EPILOGUE in blocks:
         lines += [
             "        if self._last:",

@@ -84,7 +84,7 @@ def search(
     hardware = cluster.hardware
     budget = hardware.memory_bytes if budget_bytes is None else budget_bytes
     request = Request(global_batch, sequence, budget, precision, optimizer or Optimizer(), pins or Pins())
-    layers = len(next(iter(models.values()))[0].layers)
+    layers = max(1, len(next(iter(models.values()))[0].layers))
     space = enumerate_space(request, cluster, layers, models.keys(), illegal_tp or {})
     cases = _cases(space.choices, models, request, hardware)
     ranking = _Ranking(keep, cluster.gpus)

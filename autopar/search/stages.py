@@ -39,6 +39,9 @@ def split(
     These only save time: work_s[n], seconds that the first n layers take at least, differences being bounds of
     ranges; grows, a promise that a range that does not fit fits no better with more layers before it.
     """
+    if stages == 1:  # also a model without layers, which is all prologue and epilogue
+        only_s = cost(0, 0, layers)[0]
+        return ((0, layers),) if only_s <= limit_s and only_s < inf else None
     if layers < stages:
         return None
     least_s = work_s or [0.0] * (layers + 1)
@@ -122,7 +125,7 @@ class StageCosts:
         self.limit_s = limit_s
         self.setting = setting_for(choice, request, hardware)
         # Receive buffers are the one part of a stage that its neighbours decide.
-        self.grows = len({block.output_bytes for block in price.classes}) == 1
+        self.grows = len({block.output_bytes for block in price.classes}) <= 1
         self._prefix = price.counts_until
         self.work_s = price.work_until_s
         self._costs: dict[tuple[int, StageShape], _StageCost] = {}

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar.cost_models.memory import States, collective_counts, resident_bytes
 from autopar.runtime.data_parallel import local_part
 from autopar.runtime.settings import Settings
 from autopar.runtime.trainer import Trainer
@@ -141,6 +142,19 @@ def check_case(settings: Settings, kind: str, weights: dict[str, Tensor], refere
     assert dict(count) == expected_counts(settings, units)
     whole = sum(p.numel() // (settings.tp if _tp_sharded(p) else 1) for p in trainer.parameters.values()) * 8
     assert seen[1:] == [expected_resident(settings, whole)] * (settings.accumulation - 1)
+    check_ledger(settings, units, whole)
+
+
+def check_ledger(settings: Settings, units: int, whole_bytes: int) -> None:
+    """The cost model prices the collectives and holds the bytes that were just seen."""
+    counted = collective_counts(settings.zero, settings.accumulation, units if settings.zero else 1)
+    named = {"gather": counted.all_gather, "scatter": counted.reduce_scatter, "all_reduce": counted.all_reduce}
+    assert {name: n for name, n in named.items() if n} == expected_counts(settings, units)
+    if settings.zero == 0:
+        return  # outside fully_shard: nothing is a copy of anything
+    states = States(settings.zero, settings.accumulation, settings.dp, settings.precision)
+    held = resident_bytes(states, whole_bytes // 8)
+    assert Resident(int(held.parameter_bytes), int(held.gradient_bytes)) == expected_resident(settings, whole_bytes)
 
 
 def _tp_sharded(p: Tensor) -> bool:

@@ -59,7 +59,8 @@ class Indexed(nn.Module):
         x = self.embedding(input_ids)
         for layer in self.layers:
             x = layer(x)
-        return nn.functional.cross_entropy(x.flatten(0, 1), labels.flatten())
+        loss: Tensor = nn.functional.cross_entropy(x.flatten(0, 1), labels.flatten())
+        return loss
 
 
 class Layer(nn.Module):
@@ -69,12 +70,12 @@ class Layer(nn.Module):
         self.up, self.down = nn.Linear(8, width), nn.Linear(width, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(x)) * self.scale
+        return x.add(self.down(self.up(x)) * self.scale)
 
 
 class ScaledByIndex(Layer):
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(x)) / (self.layer_idx + 1)
+        return x.add(self.down(self.up(x)) / (self.layer_idx + 1))
 
 
 @pytest.mark.parametrize(
