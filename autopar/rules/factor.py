@@ -68,6 +68,10 @@ class Axis:
     model: bool = True
     values: dict[sympy.Symbol, int] = field(default_factory=dict)
 
+    def number(self, size: sympy.Expr) -> int:
+        """A size at the values of `b` and `s`."""
+        return int(size if size.is_Integer else size.subs(self.values))
+
     def offers(self, sizes: Iterable[sympy.Expr], uneven: bool = True) -> bool:
         """Whether a factor with dims of these sizes may be sharded here, evenly or (`uneven`) by the chunk rule."""
         sizes = list(sizes)
@@ -76,7 +80,7 @@ class Axis:
             return self.batch
         if not (self.sequence if S in symbols else self.model):
             return False
-        numbers = {int(size.subs(self.values)) for size in sizes}
+        numbers = {self.number(size) for size in sizes}
         if all(n % self.size == 0 for n in numbers):
             return True
         return uneven and len(numbers) == 1 and S not in symbols and self._none_empty(min(numbers))
@@ -89,7 +93,7 @@ class Axis:
         """Whether shards of a dim of this size are equal, so that collectives may run along it."""
         if B in size.free_symbols:
             return True
-        return int(size.subs(self.values)) % self.size == 0
+        return self.number(size) % self.size == 0
 
 
 def strategies(node: fx.Node, rule: Rule, axis: Axis) -> list[Strategy]:
