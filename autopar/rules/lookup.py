@@ -1,5 +1,7 @@
 """Embedding and cross-entropy: the ops that index a vocabulary."""
 
+from dataclasses import replace
+
 import torch
 from torch import fx
 
@@ -8,6 +10,18 @@ from ..placement import REPLICATE, Shard, Strategy
 from .factor import Rule, RuleMaker, einsum
 
 aten = torch.ops.aten
+
+
+_rows = einsum("w[v d] i[*b] -> y[*b d]", saves="i")
+
+
+def _embedding(node: fx.Node) -> Rule:
+    """Sharding v: rows outside the shard count as zero, so the result is Partial.
+
+    Gradients scaled by how often a row occurs in the batch (scale_grad_by_freq) need the whole batch.
+    """
+    rule = _rows(node)
+    return replace(rule, whole=frozenset(rule.factors)) if len(node.args) > 3 and node.args[3] else rule
 
 
 _SUM = 2  # at::Reduction
@@ -28,7 +42,6 @@ def _cross_entropy(node: fx.Node) -> Rule:
 
 
 RULES: dict[object, RuleMaker] = {
-    # Sharding v: rows outside the shard count as zero, so the result is Partial.
-    aten.embedding.default: einsum("w[v d] i[*b] -> y[*b d]", saves="i"),
+    aten.embedding.default: _embedding,
     aten.cross_entropy_loss.default: _cross_entropy,
 }

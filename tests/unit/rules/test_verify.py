@@ -252,12 +252,22 @@ class _OfWeights(_Plain):
         return loss + self.out.weight.pow(2).sum()
 
 
+class _ByFrequency(_Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 16, scale_grad_by_freq=True)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.logits(x) + self.out(self.table(labels)), labels)
+
+
 def _traced(model: nn.Module) -> Program:
     return layered(model, {"x": torch.zeros(4, 8), "labels": torch.zeros(4, dtype=torch.long)})
 
 
 @pytest.mark.parametrize(
-    "model", [_Centred, _Contrast, _Root, _SoftmaxOverSamples, _BatchSize, _Constant, _Flipped, _OfWeights]
+    "model",
+    [_Centred, _Contrast, _Root, _SoftmaxOverSamples, _BatchSize, _Constant, _Flipped, _OfWeights, _ByFrequency],
 )
 def test_what_couples_samples_is_refused_with_its_line(model: type[_Plain]) -> None:
     """The last line of each forward: over parts of a batch it would not add up to what it is of the whole."""
