@@ -8,8 +8,10 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping
+from itertools import product
 from typing import Any
 
+import sympy
 import torch
 from torch import nn
 from torch.export import Dim
@@ -20,6 +22,7 @@ from . import repeats
 from .importer import NOT_THE_USERS, Importer
 
 _MAX_SEQUENCE = 1 << 20
+_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 16, 17, 100, 128, 1000, 4096, 4099)  # on which assertions are tried
 
 
 def trace(model: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype, fold: bool = False) -> Program:
@@ -77,24 +80,56 @@ def _example(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[
 
 def _export(model: nn.Module, example: dict[str, Any], dims: dict[str, dict[int, str]]) -> torch.export.ExportedProgram:
     """Export with named dynamic dims, narrowing the sequence range to what the model allows."""
-    low, high = 2, _MAX_SEQUENCE
-    for _ in range(3):
+    low, high, deferred = 2, _MAX_SEQUENCE, False
+    for _ in range(4):
         symbols = {"b": Dim("b", min=1), "s": Dim("s", min=low, max=high)}
         shapes = {
             name: {d: symbols[kind] for d, kind in dims[name].items()} if name in dims else None for name in example
         }
         try:
-            return torch.export.export(model, (), example, strict=False, dynamic_shapes=shapes)
+            exported = torch.export.export(
+                model, (), example, strict=False, dynamic_shapes=shapes,
+                prefer_deferred_runtime_asserts_over_guards=deferred,
+            )  # fmt: skip
+            if deferred:
+                _check_asserts(exported, dims)
+            return exported
         except torch._dynamo.exc.UserError as error:  # private path, public class: the only error export documents
             fix = re.search(r"s = Dim\('s'(?:, min=(\d+))?(?:, max=(\d+))?\)", str(error))
-            if not fix:
+            if fix:
+                low, high = int(fix[1] or low), int(fix[2] or high)
+            elif "satisfy the generated guard" in str(error) and not deferred:
+                deferred = True  # torch's own guards, which hold for all sizes but which it cannot prove
+            else:
                 raise TraceError(_explain(error)) from error
-            low, high = int(fix[1] or low), int(fix[2] or high)
-        except repeats.NotRepeatedError:
+        except (repeats.NotRepeatedError, TraceError):
             raise
         except Exception as error:  # noqa: BLE001 - whatever the user's forward raised, told with its place
             raise TraceError(_explain(error)) from error
     raise TraceError(f"no range of sequence lengths could be found for the model (last tried {low}…{high})")
+
+
+def _check_asserts(exported: torch.export.ExportedProgram, dims: dict[str, dict[int, str]]) -> None:
+    """TraceError where the trace holds for some sizes only: each assertion is tried on many."""
+    names = {
+        node.meta["val"].shape[dim].node.expr: sympy.Symbol(kind)
+        for node in exported.graph.nodes
+        for dim, kind in (dims.get(node.name, {}) if node.op == "placeholder" else {}).items()
+    }
+    for node in exported.graph.nodes:
+        condition = node.meta.get("val")
+        if not isinstance(condition, torch.SymBool):
+            continue
+        expression = condition.node.expr
+        symbols = sorted(expression.free_symbols, key=str)
+        ranges = [exported.range_constraints[symbol] for symbol in symbols]
+        for sizes in product(*([n for n in _SIZES if r.lower <= n <= r.upper] for r in ranges)):
+            if expression.subs(dict(zip(symbols, sizes, strict=True))) != sympy.true:
+                tried = ", ".join(f"{names.get(s, s)}={n}" for s, n in zip(symbols, sizes, strict=True))
+                raise TraceError(
+                    f"tracing failed: the model fixes its batch or sequence size: it was traced where "
+                    f"{expression.subs(names)}, which is not so for {tried}: derive it from the input's shape"
+                )
 
 
 def _explain(error: Exception) -> str:

@@ -145,7 +145,7 @@ class Importer:
         if isinstance(value, torch.SymInt | int):
             self.mapping[node] = self._expr(value)
             return
-        if value is None or (isinstance(value, list | tuple) and not value):
+        if value is None or isinstance(value, torch.SymBool) or (isinstance(value, list | tuple) and not value):
             return  # an assertion
         target: Any = node.target
         args = self._mapped(tuple(node.args))

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
+from autopar.api import Parallelized
 from autopar.cli import main
 from autopar.plan import Plan
+from autopar.verification import Parity
 
 TINY = """
 import torch
@@ -259,3 +261,19 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     for word in ("plan", "emit", "run", "verify", "examples:"):
         assert word in printed
+
+
+@pytest.mark.parametrize(("largest", "code"), [(1e-12, 0), (1e-3, 1)])
+def test_verify_gives_its_verdict_as_code(
+    tiny: str, largest: float, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run itself is a matter of tests/distributed; here it is the word and the code."""
+    parity = Parity(largest, largest, largest, largest, "a.weight", "b.weight", steps=5, processes=2)
+    monkeypatch.setattr(Parallelized, "verify", lambda self: parity)
+    assert run("verify", f"{tiny}:build", *ON, "--dp", "2") == code
+    assert ("computes what the model computes" if code == 0 else "DIFFERS") in capsys.readouterr().out
+
+
+def test_verify_on_processes(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("verify", f"{tiny}:build", *ON, "--tp", "2") == 0
+    assert "on 2 processes computes what the model computes" in capsys.readouterr().out

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autopar.errors import TraceError
 from autopar.ir.graph import MODEL, B, Program, Role, S, info
 from autopar.trace.export import trace
 from examples.gpt import GPT, GPTConfig
@@ -37,6 +39,43 @@ def test_example_sizes_do_not_matter() -> None:
         return [f"{n.target} {info(n).shape}" for n in program.blocks[MODEL].ops]
 
     assert shapes(1, 16) == shapes(2, 4) == shapes(3, 48)
+
+
+class FlatAndBack(nn.Module):
+    """As mixtures of experts do: tokens of all samples in one row, and back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 20)
+        self.layers = nn.ModuleList(nn.Linear(20, 20) for _ in range(2))
+        self.head = nn.Linear(20, 50)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        b, s, d = x.shape
+        for layer in self.layers:
+            x = layer(x.view(-1, d)).view(b, s, d)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+class InEights(FlatAndBack):
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        if input_ids.shape[1] % 8:
+            return super().forward(input_ids, labels) * 2
+        return super().forward(input_ids, labels)
+
+
+def test_views_that_flatten_and_come_back() -> None:
+    """torch guards them by a condition that always holds and that it cannot prove."""
+    program = trace(FlatAndBack(), INPUTS, torch.float32)
+    assert program.sequence_range[1] > 4096
+    assert (B, S, 20) in {info(n).shape for n in program.blocks[MODEL].ops}
+
+
+def test_a_branch_that_not_all_lengths_take() -> None:
+    """T1: a condition on sizes that is no bound is refused, not dropped."""
+    with pytest.raises(TraceError, match="derive"):
+        trace(InEights(), INPUTS, torch.float32)
 
 
 def test_nodes_know_module_and_line() -> None:

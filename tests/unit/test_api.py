@@ -1,0 +1,125 @@
+"""parallelize and what it returns: table, ledger, what-if, source, saved folder, estimate."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import autopar
+from autopar.api import Parallelized, estimate, parallelize
+from autopar.errors import PlanError
+from autopar.plan import Plan
+from examples.gpt import GPT, GPTConfig
+
+IDS = torch.zeros(2, 16, dtype=torch.long, device="meta")
+OPTIONS: dict[str, Any] = {"gpu": "h100-sxm-80gb", "global_batch": 8, "inputs": {"input_ids": IDS, "labels": IDS}}
+
+
+def build() -> GPT:
+    return GPT(GPTConfig(n_layer=2, d_model=32, block_size=32))
+
+
+@cache
+def planned() -> Parallelized:
+    return parallelize(build, 2, **OPTIONS)
+
+
+def test_names_of_the_package() -> None:
+    assert autopar.parallelize is parallelize
+    assert {"parallelize", "estimate", "Cluster", "Plan", "PlanError"} <= set(autopar.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'paralelize'"):
+        autopar.paralelize  # noqa: B018
+
+
+def test_table() -> None:
+    text = str(planned())
+    assert text.startswith("GPT · 34,688 parameters · 2 × H100-SXM-80GB · 8 × 16 tokens a step · bf16 · AdamW · budget")
+    for column in ("micro×acc", "tokens/s/GPU", "MFU", "peak GiB", "bubble", "sharded", "limited by"):
+        assert column in text
+    assert "searched" in text and "prediction level L0" in text
+
+
+def test_explain_has_a_ledger_of_each_stage() -> None:
+    pinned = parallelize(build, 2, **OPTIONS, pp=2, dp=1, tp=1)
+    text = pinned.explain()
+    assert "stage 0 (layers 0–0, embedding)" in text and "stage 1 (layers 1–1, head)" in text
+    assert "activations" in text and "one micro-batch" in text
+
+
+def test_compare_shows_both() -> None:
+    text = planned().compare(pp=2, dp=1, tp=1)
+    assert " 2   2   1   1   1" in text
+    assert "why not pp2" in text
+
+
+def test_fully_pinned_is_an_estimate() -> None:
+    pins: dict[str, Any] = {"pp": 1, "dp": 2, "tp": 1, "zero": 1, "micro_batch": 2, "recompute": "full"}
+    found = estimate(build, 2, **OPTIONS, **pins)
+    result = parallelize(build, 2, **OPTIONS, **pins)
+    assert found == result.estimate
+    assert (result.plan.zero, result.plan.micro_batch, result.plan.recompute) == (1, 2, (0, 1))
+    assert found.step_time_s > 0 and found.peak_bytes > 0
+
+
+def test_saved_folder(tmp_path: Path) -> None:
+    """A meta model's initialisation is saved as data; the plan reads back as it was."""
+    result = parallelize(build, 2, **OPTIONS, tp=2)
+    folder = result.save(tmp_path / "program")
+    assert Plan.load(folder / "plan.yaml") == result.plan
+    recipes = json.loads((folder / "init.json").read_text())
+    assert recipes["transformer.wpe.weight"] == [["normal_", 0.0, 0.02]]
+    assert not (folder / "weights.pt").exists()
+    assert "torchrun --nproc-per-node 2 -- train.py" in (folder / "README.md").read_text()
+    assert "GPT · 34,688 parameters" in (folder / "model.py").read_text()
+    assert len((folder / "train.py").read_text().splitlines()) < 150
+    assert not any("autopar" in line for path in (folder / "runtime").glob("*.py") for line in imports(path))
+
+
+def imports(path: Path) -> list[str]:
+    return [line for line in path.read_text().splitlines() if line.lstrip().startswith(("import ", "from "))]
+
+
+def test_saved_values_of_a_real_model(tmp_path: Path) -> None:
+    """Buffers and both names of a tied weight; a folder that is written again keeps nothing of before."""
+    parallelize(build, 2, **OPTIONS, dp=2).save(tmp_path)
+    model = build()
+    parallelize(model, 2, **OPTIONS, dp=2).save(tmp_path)
+    assert not (tmp_path / "init.json").exists()
+    values = torch.load(tmp_path / "weights.pt", weights_only=True)
+    named = dict(model.named_parameters(remove_duplicate=False))
+    assert values.keys() == named.keys()
+    assert all(torch.equal(values[name], parameter) for name, parameter in named.items())
+
+
+def test_meta_model_without_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with torch.device("meta"):
+        model = build()
+    result = parallelize(model, 2, **OPTIONS, dp=2)
+    result.save(tmp_path)
+    assert "have no values: train with --init DIR" in capsys.readouterr().out
+    with pytest.raises(PlanError, match="have no values"):
+        result.build()
+
+
+def test_parameter_groups_are_emitted_by_name() -> None:
+    """Fused parameters by their parts."""
+    model = build()
+    decay = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() == 1]
+    groups: list[dict[str, Any]] = [{"params": decay}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-4)
+    source = parallelize(model, 2, **OPTIONS, tp=2, optimizer=optimizer).source()
+    assert "PARAMETER_GROUPS" in source
+    assert '"transformer.h.0.attn.c_attn._bias_0"' in source and '"weight_decay": 0.0' in source
+
+
+def test_sequence_parallel_is_a_pin() -> None:
+    on = parallelize(build, 2, **OPTIONS, tp=2, sequence_parallel=True)
+    off = parallelize(build, 2, **OPTIONS, tp=2, sequence_parallel=False)
+    assert (on.plan.solution.name, off.plan.solution.name) == ("megatron-sp", "megatron")
+    assert "reduce_scatter" in on.source() and "reduce_scatter" not in off.source()
