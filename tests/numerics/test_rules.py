@@ -55,7 +55,7 @@ def _strategies(target: Any, case: Case, size: int) -> list[Any]:
 # Shapes that nobody thought of
 
 few = settings(
-    max_examples=40, derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=25, derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 dims = st.lists(st.integers(1, 6), min_size=1, max_size=4)
 
