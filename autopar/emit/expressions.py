@@ -182,11 +182,15 @@ def _dropout(c: _Context) -> Text:
 
 def _embedding(c: _Context) -> Text:
     weight, ids = (c.show(a) for a in c.node.args[:2])
+    padding_idx = c.argument(2, "padding_idx", -1)
+    options = f", padding_idx={padding_idx}" if padding_idx != -1 else ""
+    options += ", scale_grad_by_freq=True" if c.argument(3, "scale_grad_by_freq", False) else ""
     strategy = info(c.node).strategy
     if strategy is not None and strategy.inputs[0].is_shard and strategy.inputs[0].dim == 0:
         size = size_text(info(node_inputs(c.node)[0]).shape[0])
-        return Text(f'embedding({ids}, {weight}, size={size}, axis="tp")', imports=frozenset({"loss.embedding"}))
-    return Text(f"F.embedding({ids}, {weight})")
+        text = f'embedding({ids}, {weight}, size={size}, axis="tp"{options})'
+        return Text(text, imports=frozenset({"loss.embedding"}))
+    return Text(f"F.embedding({ids}, {weight}{options})")
 
 
 def _cross_entropy(c: _Context) -> Text:

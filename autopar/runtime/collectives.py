@@ -102,9 +102,8 @@ class _Convert(torch.autograd.Function):
 
 
 def _convert(x: Tensor, axis: str, value: _Map, gradient: _Map) -> Tensor:
-    if current().size(axis) == 1:
-        return x
-    converted: Tensor = _Convert.apply(x, axis, value, gradient)  # type: ignore[no-untyped-call]
+    alone = current().size(axis) == 1
+    converted: Tensor = x if alone else _Convert.apply(x, axis, value, gradient)  # type: ignore[no-untyped-call]
     return converted
 
 

@@ -13,18 +13,20 @@ from .mesh import current
 from .parameters import chunk_range
 
 
-def embedding(ids: Tensor, weight: Tensor, size: int, axis: str) -> Tensor:
+def embedding(ids: Tensor, weight: Tensor, size: int, axis: str, padding_idx: int | None = None) -> Tensor:
     """Rows of a table sharded by rows: Partial over `axis`, zero for ids of other ranks.
 
-    ids: [*] global; weight: [local rows, d]; size: rows of the whole table. Returns [*, d].
+    ids: [*] global; weight: [local rows, d]; size: of the whole; padding_idx: a row without gradient. Returns [*, d].
     """
     if current().size(axis) == 1:
-        return F.embedding(ids, weight)
+        return F.embedding(ids, weight, padding_idx)
     start, stop = chunk_range(size, current().size(axis), current().rank(axis))
     if start == stop:  # more ranks than chunks: nothing to look up, but the gradient path stays
         return weight.new_zeros((*ids.shape, weight.shape[1])) + weight.sum()
     outside = (ids < start) | (ids >= stop)
-    return F.embedding((ids - start).masked_fill(outside, 0), weight).masked_fill(outside.unsqueeze(-1), 0)
+    own = (ids - start).masked_fill(outside, 0)
+    padding = padding_idx - start if padding_idx is not None and start <= padding_idx < stop else None
+    return F.embedding(own, weight, padding).masked_fill(outside.unsqueeze(-1), 0)
 
 
 def cross_entropy(logits: Tensor, target: Tensor, size: int, axis: str, ignore_index: int = -100) -> Tensor:

@@ -17,7 +17,6 @@ import torch
 from torch import fx
 
 from ..errors import TraceError
-from ..ir.build import eliminate_dead
 from ..ir.graph import (
     EPILOGUE,
     MODEL,
@@ -28,12 +27,11 @@ from ..ir.graph import (
     NodeInfo,
     Program,
     Role,
-    arguments,
     info,
     op_name,
     set_info,
 )
-from .repeats import NotRepeatedError, is_stand_in
+from .repeats import complete, is_stand_in, stand_in_call
 
 aten = torch.ops.aten
 
@@ -62,7 +60,7 @@ def split_layers(program: Program, class_names: dict[str, str]) -> Program:
             continue
         layer = segment.path not in (TABLES, PROLOGUE, EPILOGUE)
         if any(is_stand_in(node) for node in segment.nodes):
-            calls.append(_repeated(segment, calls))
+            calls.append(stand_in_call(segment.path, segment.nodes, calls))
             continue
         path = segment.path if layer else ""
         name = class_names.get(segment.path, "Layer") if layer else segment.path
@@ -76,58 +74,7 @@ def split_layers(program: Program, class_names: dict[str, str]) -> Program:
             blocks[name] = new
         calls.append(Call(new.name, _first_path(path, new, program.tied), inputs, outputs))
     program = replace(program, blocks=blocks, calls=tuple(calls))
-    stand_ins = [s for s in segments if any(map(is_stand_in, s.nodes))]
-    return _drop_unread(_with_repeated_parameters(program, stand_ins)) if stand_ins else program
-
-
-def _drop_unread(program: Program) -> Program:
-    """Stand-ins are given values that the layer's block does not read: no block need return them."""
-    read = {value for call in program.calls for value in call.inputs}
-    calls, blocks = list(program.calls), dict(program.blocks)
-    for i, call in enumerate(calls):
-        if call.block not in (TABLES, PROLOGUE) or all(value in read for value in call.outputs):
-            continue
-        block = blocks[call.block].copy()
-        kept = [(v, n) for v, n in zip(call.outputs, block.results, strict=True) if v in read]
-        block.output.args = (tuple(node for _, node in kept),)
-        eliminate_dead(block.graph)
-        blocks[call.block] = block
-        calls[i] = replace(call, outputs=tuple(value for value, _ in kept))
-    return replace(program, blocks=blocks, calls=tuple(calls))
-
-
-def _repeated(segment: _Segment, calls: list[Call]) -> Call:
-    """A stand-in as a call of the second layer's block: its own hidden state, the second layer's other values."""
-    parent = segment.path.rpartition(".")[0]
-    first, second = (next((c for c in calls if c.path == f"{parent}.{i}"), None) for i in (0, 1))
-    if first is None or second is None or first.block != second.block or len(segment.nodes) != 1:
-        raise NotRepeatedError(f"the first layers of {parent} differ")
-    hidden, others = arguments(segment.nodes[0])[:2]
-    given = {node.name for node in others}
-    inputs = tuple(hidden.name if name in first.outputs else name for name in second.inputs)
-    varying = sum(name in first.outputs for name in second.inputs)
-    if varying != 1 or len(second.outputs) != 1 or not set(inputs) - {hidden.name} <= given:
-        raise NotRepeatedError(f"{segment.path} is not given what {second.path} reads")
-    return Call(second.block, segment.path, inputs, (segment.nodes[0].name,))
-
-
-def _with_repeated_parameters(program: Program, stand_ins: Sequence[_Segment]) -> Program:
-    """What decomposition did to the second layer's parameters, done to those of the stand-ins."""
-    parameters, fused = dict(program.parameters), dict(program.fused)
-    for segment in stand_ins:
-        parent = segment.path.rpartition(".")[0]
-        blocks = {call.block for call in program.layer_calls if call.path.rpartition(".")[0] == parent}
-        if len(blocks) != 1:
-            raise NotRepeatedError(f"the last layer of {parent} differs from the second")
-        second = f"{parent}.1."
-        for original, entry in program.fused.items():
-            if original.startswith(second):
-                own = segment.path + "."
-                parts = tuple(own + part.removeprefix(second) for part in entry.parts)
-                parameters.pop(own + original.removeprefix(second))
-                parameters |= dict(zip(parts, (program.parameters[p] for p in entry.parts), strict=True))
-                fused[own + original.removeprefix(second)] = replace(entry, parts=parts)
-    return replace(program, parameters=parameters, fused=fused)
+    return complete(program, [s.path for s in segments if any(map(is_stand_in, s.nodes))])
 
 
 def _lift_shared(block: Block) -> Block:

@@ -9,10 +9,15 @@ and the model is traced whole.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+
+from ..ir.build import eliminate_dead
+from ..ir.graph import PROLOGUE, TABLES, Call, Program, arguments
 
 _FEWEST = 6  # shorter lists are traced whole
 _INDEX_NAMES = ("idx", "index", "layer_id", "layer_number")
@@ -102,3 +107,58 @@ def _structure(layer: nn.Module) -> list[Any]:
             if plain and not name.startswith("_") and not any(word in name for word in _INDEX_NAMES):
                 found.append((name, value))
     return found
+
+
+def stand_in_call(path: str, nodes: Sequence[fx.Node], calls: Sequence[Call]) -> Call:
+    """A stand-in as a call of the second layer's block: its own hidden state, the second layer's other values."""
+    parent = path.rpartition(".")[0]
+    first, second = (next((c for c in calls if c.path == f"{parent}.{i}"), None) for i in (0, 1))
+    if first is None or second is None or first.block != second.block or len(nodes) != 1:
+        raise NotRepeatedError(f"the first layers of {parent} differ")
+    hidden, others = arguments(nodes[0])[:2]
+    given = {node.name for node in others}
+    inputs = tuple(hidden.name if name in first.outputs else name for name in second.inputs)
+    varying = sum(name in first.outputs for name in second.inputs)
+    if varying != 1 or len(second.outputs) != 1 or not set(inputs) - {hidden.name} <= given:
+        raise NotRepeatedError(f"{path} is not given what {second.path} reads")
+    return Call(second.block, path, inputs, (nodes[0].name,))
+
+
+def complete(program: Program, stand_ins: Sequence[str]) -> Program:
+    """The program once the stand-ins at these paths are calls: their parameters, and no value that nobody reads."""
+    return _drop_unread(_with_repeated_parameters(program, stand_ins)) if stand_ins else program
+
+
+def _with_repeated_parameters(program: Program, stand_ins: Sequence[str]) -> Program:
+    """What decomposition did to the second layer's parameters, done to those of the stand-ins."""
+    parameters, fused = dict(program.parameters), dict(program.fused)
+    for path in stand_ins:
+        parent = path.rpartition(".")[0]
+        blocks = {call.block for call in program.layer_calls if call.path.rpartition(".")[0] == parent}
+        if len(blocks) != 1:
+            raise NotRepeatedError(f"the last layer of {parent} differs from the second")
+        second = f"{parent}.1."
+        for original, entry in program.fused.items():
+            if original.startswith(second):
+                own = path + "."
+                parts = tuple(own + part.removeprefix(second) for part in entry.parts)
+                parameters.pop(own + original.removeprefix(second))
+                parameters |= dict(zip(parts, (program.parameters[p] for p in entry.parts), strict=True))
+                fused[own + original.removeprefix(second)] = replace(entry, parts=parts)
+    return replace(program, parameters=parameters, fused=fused)
+
+
+def _drop_unread(program: Program) -> Program:
+    """Stand-ins are given values that the layer's block does not read: no block need return them."""
+    read = {value for call in program.calls for value in call.inputs}
+    calls, blocks = list(program.calls), dict(program.blocks)
+    for i, call in enumerate(calls):
+        if call.block not in (TABLES, PROLOGUE) or all(value in read for value in call.outputs):
+            continue
+        block = blocks[call.block].copy()
+        kept = [(v, n) for v, n in zip(call.outputs, block.results, strict=True) if v in read]
+        block.output.args = (tuple(node for _, node in kept),)
+        eliminate_dead(block.graph)
+        blocks[call.block] = block
+        calls[i] = replace(call, outputs=tuple(value for value, _ in kept))
+    return replace(program, blocks=blocks, calls=tuple(calls))

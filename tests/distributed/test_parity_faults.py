@@ -311,3 +311,29 @@ def test_t11_sizes_are_not_those_of_the_trace(options: dict[str, Any], micro_bat
     model = gpt(FP64, 2)
     plan = model.plan(**options, micro_batch=micro_batch, sequence=sequence, global_batch=6)
     assert_parity(model, plan, batches(steps=2, samples=6, sequence=sequence))
+
+
+class Padded(nn.Module):
+    """A table with a row that stands for padding and gets no gradient."""
+
+    def __init__(self, d: int = 32) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, d, padding_idx=3)
+        self.blocks = nn.ModuleList([copy.deepcopy(gpt(FP64, 2).model.get_submodule("transformer.h.0"))])
+        self.head = nn.Linear(d, VOCABULARY, bias=False)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize(
+    "options", [{"dp": 2, "micro_batch": 3}, {"tp": 2, "layout": MEGATRON_SP}], ids=["dp2", "tp2-sp"]
+)
+def test_the_padding_row_of_an_embedding_gets_no_gradient(options: dict[str, Any]) -> None:
+    """Its gradient, kept by mistake, would be seen by nothing but a comparison of gradients."""
+    model = subject(Padded(), FP64)
+    assert_parity(model, model.plan(**options))
+    assert "padding_idx=3" in model.source(model.plan(**options))

@@ -81,7 +81,5 @@ print(*(name for name in sys.modules if name.startswith("autopar.")))
 def test_no_module_exists_twice() -> None:
     """`import passes` would load a second copy of autopar.passes, with classes that are not its classes."""
     for path in _sources("autopar", "passes", "cost_models", "tests", "examples"):
-        bare = {
-            m for level, m in _imports(path) if level == 0 and m.split(".")[0] in ("passes", "cost_models")
-        }
+        bare = {m for level, m in _imports(path) if level == 0 and m.split(".")[0] in ("passes", "cost_models")}
         assert not bare, f"{_name(path)} imports {bare}: write autopar.passes, autopar.cost_models"

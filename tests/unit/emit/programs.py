@@ -9,7 +9,7 @@ from functools import cache, cached_property
 
 import torch
 
-from autopar.compiler import compile_program
+from autopar.compiler import compile_program, prepare
 from autopar.cost_models.hardware import gpu
 from autopar.emit.emission import Predicted
 from autopar.emit.source import model_source
@@ -20,6 +20,7 @@ from autopar.rules import Axis
 from autopar.search.intra_op import solve
 from autopar.search.layouts import MEGATRON, MEGATRON_SP, Layout, replicated
 from autopar.search.op_costs import TimeCosts
+from autopar.trace.huggingface import default_inputs
 from tests import models
 
 SEQUENCE = 16
@@ -59,7 +60,7 @@ def emitted(
     if model == "gpt":
         _, program = models.gpt(torch.bfloat16, meta=True, n_layer=layers, dropout=dropout)
     else:
-        _, program = models.llama(torch.bfloat16, meta=True, num_hidden_layers=layers)
+        program = _llama(layers)
     plan = Plan(
         mesh=Mesh(pp=pp, tp=tp),
         global_batch=8,
@@ -71,6 +72,19 @@ def emitted(
         solution=_solution(program, tp, LAYOUTS[layout]),
     )
     return Emitted(compile_program(program, plan), plan)
+
+
+def _llama(layers: int) -> Program:
+    """As the compiler prepares it: a deep model takes no longer than a shallow one."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=160, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=models.VOCABULARY, max_position_embeddings=128,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    return prepare(model, default_inputs(model, 2, SEQUENCE), "bf16")
 
 
 def _solution(program: Program, tp: int, layout: Layout) -> Solution:
