@@ -31,7 +31,7 @@ from .rules import Axis
 from .search.explain import explain, plan_table
 from .search.explain import why_not as why_slower
 from .search.intra_op import solve
-from .search.layouts import LAYOUTS, Layout, replicated, why_not
+from .search.layouts import LAYOUTS, Layout, position_rows, replicated, why_not
 from .search.op_costs import TimeCosts
 from .search.search import SearchResult, search
 from .search.space import Pins, divisors
@@ -224,6 +224,8 @@ def _illegal(program: Program, job: Job, pins: Pins) -> dict[int, str]:
     low, high = program.sequence_range
     if not low <= job.sequence <= high:
         raise PlanError(f"sequence={job.sequence}: the model's forward allows {low} to {high} (a branch on the length)")
+    if (rows := position_rows(program)) is not None and rows < job.sequence:
+        raise PlanError(f"sequence={job.sequence}: the model's table of positions has {rows} rows; use at most {rows}")
     reasons = {tp: why_not(program, tp, values) for tp in _sizes(job, pins) if tp > 1}
     if pins.tp is not None and reasons.get(pins.tp):
         nodes = range(1, job.cluster.hardware.gpus_per_node + 1)

@@ -76,6 +76,8 @@ class Plan:
         sizes |= {name: getattr(self, name) for name in ("global_batch", "micro_batch", "sequence")}
         if wrong := [f"{name}={size!r}" for name, size in sizes.items() if not isinstance(size, int) or size < 1]:
             raise PlanError(f"{', '.join(wrong)}: use whole numbers of 1 or more")
+        if self.mesh.cp != 1:
+            raise PlanError(f"cp={self.mesh.cp}: context parallelism is not there yet; use cp=1")
         samples = self.micro_batch * self.mesh.dp
         if self.global_batch % samples:
             raise PlanError(

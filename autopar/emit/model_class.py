@@ -26,7 +26,7 @@ def model_class(e: Emission) -> str:
         "",
         *_forward(e),
         *(line for method in methods for line in ["", *method]),
-        "",
+        *([""] if len(e.program.stages) > 1 else []),
         *_between_stages(e),
     ]
     return "\n".join(lines)
@@ -196,6 +196,8 @@ def _between_stages(e: Emission) -> list[str]:
         "    def between_stages(stage, b, s):",
         '        """What a stage sends to the next one on each rank: (shape, dtype) of each tensor."""',
     ]
+    if not rows:
+        return []
     if len(set(rows)) == 1:
         return [*lines, f"        return {rows[0]}"]
     return [*lines, f"        return ({', '.join(rows)}{',' if rows else ''})[stage]"]

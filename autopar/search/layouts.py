@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import sympy
+import torch
+from torch import fx
 
-from ..ir.graph import Program, info, node_inputs
+from ..ir.graph import Program, S, info, node_inputs
 from ..placement import REPLICATE, Placement, Shard, Strategy
 from ..plan import Solution
 from ..rules import rule_of
@@ -57,3 +59,22 @@ def why_not(program: Program, tp: int, values: Mapping[sympy.Symbol, int]) -> st
                 place = f"{block.name}{f'.{info(node).module}' if info(node).module else ''}"
                 return f"{heads} {what} of {place} are not divisible by {tp}"
     return None
+
+
+def position_rows(program: Program) -> int | None:
+    """Rows of the smallest table looked up by position (arange over the sequence), or None without one."""
+    rows = [
+        int(info(weight).shape[0])
+        for _, node in program.each_op()
+        if node.target is torch.ops.aten.embedding.default
+        for weight, ids in [node_inputs(node)]
+        if S in info(ids).shape and all(n.target in _POSITIONS for n in _ancestors(ids))
+    ]
+    return min(rows, default=None)
+
+
+_POSITIONS = {torch.ops.aten.arange.default, torch.ops.aten.unsqueeze.default, torch.ops.aten.expand.default}
+
+
+def _ancestors(node: fx.Node) -> list[fx.Node]:
+    return [node, *(a for operand in node_inputs(node) for a in _ancestors(operand))]

@@ -124,11 +124,6 @@ class Model(nn.Module):
         loss = loss / self._count
         return loss
 
-    @staticmethod
-    def between_stages(stage, b, s):
-        """What a stage sends to the next one on each rank: (shape, dtype) of each tensor."""
-        return ()[stage]
-
 
 def count_targets(labels):
     """The number of terms in the loss of these samples."""
