@@ -22,7 +22,7 @@ from .emit.emission import Predicted
 from .emit.load import load_source
 from .emit.project import save_project
 from .emit.source import model_source
-from .errors import PlanError
+from .errors import InfeasibleError, PlanError
 from .ir.graph import B, Program, S
 from .placement import Strategy
 from .plan import Plan, Solution
@@ -75,8 +75,9 @@ def parallelize(
     chosen = _pins(pins)
     illegal = _illegal(program, job, chosen)
     layouts = [layout for layout in LAYOUTS if sequence_parallel is None or layout.name == _named(sequence_parallel)]
-    solutions = solve_layouts(program, job, [tp for tp in _sizes(job, chosen) if tp not in illegal], layouts)
-    return Parallelized(job, program, solutions, _search(job, program, solutions, chosen, illegal))
+    sizes = [tp for tp in _sizes(job, chosen) if tp not in illegal]
+    solutions, unsolved = solve_layouts(program, job, sizes, layouts)
+    return Parallelized(job, program, solutions, _search(job, program, solutions, chosen, illegal | unsolved))
 
 
 def estimate(model: nn.Module | Callable[[], nn.Module], gpus: int | Cluster | None = None, **kwargs: Any) -> Estimate:
@@ -180,10 +181,11 @@ class Parallelized:
 
 def solve_layouts(
     program: Program, job: Job, sizes: Sequence[int], layouts: Sequence[Layout]
-) -> dict[tuple[int, str], Solution]:
-    """The solutions of the intra-op search for each tp size; those of equal placements once."""
+) -> tuple[dict[tuple[int, str], Solution], dict[int, str]]:
+    """The solutions of the intra-op search for each tp size, equal ones once; and why some sizes have none."""
     values = {B: 1, S: job.sequence}
     found: dict[tuple[int, str], Solution] = {}
+    unsolved: dict[int, str] = {}
     for tp in sizes:
         if tp == 1:
             found[1, ""] = replicated(program)
@@ -191,21 +193,29 @@ def solve_layouts(
         costs = TimeCosts(job.cluster.hardware, job.precision, tp, values)
         seen: list[Mapping[str, Mapping[str, Strategy]]] = []
         for layout in layouts:
-            solution = solve(program, Axis("tp", tp, sequence=layout.sequence, values=values), costs, layout)
+            try:
+                solution = solve(program, Axis("tp", tp, sequence=layout.sequence, values=values), costs, layout)
+            except InfeasibleError as error:
+                unsolved[tp] = str(error)
+                continue
             if solution.strategies not in seen:
                 seen.append(solution.strategies)
                 found[tp, layout.name] = solution
-    return found
+    solved = {tp for tp, _ in found}
+    return found, {tp: reason for tp, reason in unsolved.items() if tp not in solved}
 
 
 def _search(job: Job, program: Program, solutions: Solutions, pins: Pins, illegal: Mapping[int, str]) -> SearchResult:
     values = {B: 1, S: job.sequence}
     models: dict[int, list[ModelCosts]] = {}
     for (tp, _), solution in solutions.items():
-        costs = describe(program, solution, values)
+        models.setdefault(tp, []).append(describe(program, solution, values))
+    for tp in set(models) - {1}:
         # A solution that divides little of the work is a smaller tp with idle ranks.
-        if tp in (1, pins.tp) or costs.sharded_fraction >= _LEAST_SHARDED:
-            models.setdefault(tp, []).append(costs)
+        divided = [costs for costs in models[tp] if costs.sharded_fraction >= _LEAST_SHARDED]
+        if divided or tp != pins.tp:
+            models[tp] = divided
+    models = {tp: costs for tp, costs in models.items() if costs}
     return search(
         models, job.cluster, global_batch=job.global_batch, sequence=job.sequence, budget_bytes=job.budget_bytes,
         precision=job.precision, optimizer=job.optimizer, pins=pins, illegal_tp=illegal,

@@ -204,10 +204,7 @@ class _Search:
             options={"mip_rel_gap": 1e-9},
         )
         if result.x is None:
-            raise InfeasibleError(
-                f"no legal placement of {self.program.name} on {self.axis.name}={self.axis.size} "
-                f"with layout {self.layout.name}: {result.message}"
-            )
+            raise InfeasibleError(_no_placement(self.program, self.axis, self.layout))
         return {
             unit: options[int(np.argmax(result.x[self.first[unit] : self.first[unit] + len(options)]))]
             for unit, options in self.choices.items()
@@ -227,6 +224,13 @@ def _divides_weight(node: fx.Node, option: Strategy) -> bool:
     roles = [info(n).role for n in node_inputs(node)]
     weights = [p for p, role in zip(option.inputs, roles, strict=True) if role is Role.PARAMETER]
     return any(p.is_shard for p in weights or option.inputs)
+
+
+def _no_placement(program: Program, axis: Axis, layout: Layout) -> str:
+    """Which widths stand in the way: no collective runs along a dim whose shards would differ in size."""
+    dims = {int(n) for t in program.parameters.values() for n in t.shape if n.is_Integer and len(t.shape) > 1}
+    uneven = ", ".join(str(n) for n in sorted(dims) if n % axis.size) or "none of the parameters'"
+    return f"no legal {layout.name} placement over {axis.size}: widths not divisible by it: {uneven}"
 
 
 def legal_conversion(facts: NodeInfo, source: Placement, target: Placement, axis: Axis) -> bool:
