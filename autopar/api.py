@@ -26,6 +26,7 @@ from .errors import InfeasibleError, PlanError
 from .ir.graph import B, Program, S
 from .placement import Strategy
 from .plan import Plan, Solution
+from .progress import progress
 from .request import Job, OptimizerLike, make_job
 from .rules import Axis
 from .search.explain import explain, plan_table
@@ -71,13 +72,17 @@ def parallelize(
         model, gpus, gpu=gpu, memory=memory, inputs=inputs, loss=loss, sequence=sequence,
         global_batch=global_batch, optimizer=optimizer, precision=precision,
     )  # fmt: skip
-    program = prepare(job.model, job.inputs, job.precision)
+    with progress(f"tracing {job.name}"):
+        program = prepare(job.model, job.inputs, job.precision)
     chosen = _pins(pins)
     illegal = _illegal(program, job, chosen)
     layouts = [layout for layout in LAYOUTS if sequence_parallel is None or layout.name == _named(sequence_parallel)]
     sizes = [tp for tp in _sizes(job, chosen) if tp not in illegal]
-    solutions, unsolved = solve_layouts(program, job, sizes, layouts)
-    return Parallelized(job, program, solutions, _search(job, program, solutions, chosen, illegal | unsolved))
+    with progress(f"solving the placements for tp = {', '.join(map(str, sizes))}"):
+        solutions, unsolved = solve_layouts(program, job, sizes, layouts)
+    with progress("searching the plans"):
+        result = _search(job, program, solutions, chosen, illegal | unsolved)
+    return Parallelized(job, program, solutions, result)
 
 
 def estimate(model: nn.Module | Callable[[], nn.Module], gpus: int | Cluster | None = None, **kwargs: Any) -> Estimate:
