@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from autopar.cost_models.layer_costs import LayerCosts, ModelCosts, OpCost, Transfer
-from autopar.ir.graph import EPILOGUE, PROLOGUE, Block, NodeInfo, Program, Role, Shape, info, node_inputs
+from autopar.ir.graph import EPILOGUE, PROLOGUE, B, Block, NodeInfo, Program, Role, S, Shape, info, node_inputs
 from autopar.placement import GRAD_PARTIAL, REPLICATE, Kind, Placement, Strategy, conversion
 from autopar.plan import Solution
 from autopar.rules import Axis, Rule, rule_of
@@ -203,7 +203,7 @@ class _Typed:
 
 def _largest(sizes: list[sympy.Expr]) -> sympy.Expr:
     """The largest of some sizes in b and s, judged at b = 1, s = 4096; sympy.Max of many would be slow."""
-    at = {sympy.Symbol("b", positive=True, integer=True): 1, sympy.Symbol("s", positive=True, integer=True): 4096}
+    at = {B: 1, S: 4096}
     return max(sizes, key=lambda size: float(size.subs(at)), default=_ZERO)
 
 

@@ -111,12 +111,18 @@ def _rms_operands(node: fx.Node) -> tuple[fx.Node, float] | None:
     source, scale = node.args
     assert isinstance(source, fx.Node) and isinstance(scale, fx.Node)
     if scale.target is not aten.rsqrt.default:
+        source, scale = scale, source
+    if scale.target is not aten.rsqrt.default:
         return None
     shifted = scale.args[0]
-    if not isinstance(shifted, fx.Node) or shifted.target is not aten.add.Tensor:
+    if info(node).dtype != info(source).dtype or node.kwargs:
+        return None
+    if not isinstance(shifted, fx.Node) or shifted.target is not aten.add.Tensor or shifted.kwargs:
         return None
     mean, eps = shifted.args[:2]
     if not isinstance(mean, fx.Node) or mean.target is not aten.mean.dim or not isinstance(eps, float | int):
+        return None
+    if mean.kwargs or len(mean.args) > 3:  # a dtype of its own
         return None
     square, dims = mean.args[0], list(mean.args[1])  # type: ignore[arg-type]
     last_dim = dims in ([-1], [len(info(source).shape) - 1]) and len(mean.args) > 2 and mean.args[2] is True

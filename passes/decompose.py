@@ -62,11 +62,14 @@ def _split_sizes(node: fx.Node) -> tuple[list[Any], int]:
     return [size] * whole + ([rest] if rest else []), dim
 
 
-_SPLITS = {aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, aten.chunk.default}
+_SPLITS = {aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int}
 
 
 def _slice_parts(node: fx.Node) -> None:
     """getitem(split(x, sizes, dim), i) → slice(x, dim, start, end)."""
+    if node.target is aten.unbind.int:
+        _select_parts(node)
+        return
     sizes, dim = _split_sizes(node)
     starts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
     for reader in list(node.users):
@@ -76,6 +79,17 @@ def _slice_parts(node: fx.Node) -> None:
             part = call(
                 node.graph, aten.slice.Tensor, (node.args[0], dim, starts[index], starts[index + 1]), info(reader)
             )
+        replace_node(reader, part)
+    node.graph.erase_node(node)
+
+
+def _select_parts(node: fx.Node) -> None:
+    """getitem(unbind(x, dim), i) → select(x, dim, i)."""
+    dim = int(arguments(node)[1]) if len(node.args) > 1 else int(node.kwargs.get("dim", 0))  # type: ignore[arg-type]
+    for reader in list(node.users):
+        index = int(arguments(reader)[1])
+        with node.graph.inserting_before(reader):
+            part = call(node.graph, aten.select.int, (node.args[0], dim, index), info(reader))
         replace_node(reader, part)
     node.graph.erase_node(node)
 

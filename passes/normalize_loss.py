@@ -48,6 +48,10 @@ class NormalizeLoss:
                 f"class weights and label smoothing are not supported ({info(loss).source}): use plain cross-entropy"
             )
         assert isinstance(target, fx.Node) and isinstance(ignore, int)
+        if info(target).dtype.is_floating_point:
+            raise TraceError(
+                f"targets that are probabilities are not supported ({info(loss).source}): use class indices"
+            )
         counting = _count_block(target, ignore)
         graph = block.graph
         with graph.inserting_before(block.ops[0]):

@@ -189,11 +189,13 @@ def _infer(block: Block, node: fx.Node, operands: list[Placement], axis: Axis) -
     if not has_rule(node) and all(p.whole for p in operands) and not needs_batch:
         return REPLICATE
     shown = ", ".join(map(str, operands))
+    if not has_rule(node):
+        raise _error(block, node, f"has no sharding rule ({node.target}), so it cannot be run on parts of a batch")
     raise _error(
         block,
         node,
-        f"couples samples of a batch, or has no rule ({node.target}, operands on the data axis: {shown}): "
-        "data parallelism and micro-batches would change what it computes; remove it or make it per sample",
+        f"couples samples of a batch ({node.target}, operands on the data axis: {shown}): data parallelism and "
+        "micro-batches would change what it computes; remove it or make it per sample",
     )
 
 

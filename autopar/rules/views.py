@@ -55,7 +55,7 @@ def _matching_groups(source: tuple[sympy.Expr, ...], target: tuple[sympy.Expr, .
         pairs.append((i, o))
         left, right = source[i], target[o]
         i, o = i + 1, o + 1
-        while left != right:
+        while sympy.expand(left - right) != 0:
             if i < len(source) and _smaller(left, right):
                 left, i = left * source[i], i + 1
             elif o < len(target):

@@ -40,6 +40,8 @@ class Pins:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PlanError(f"{name}={value}: use 1 or more")
+        if isinstance(self.recompute, int) and self.recompute < 0:
+            raise PlanError(f"recompute={self.recompute}: use 0 or more layers a stage")
         if isinstance(self.recompute, str) and self.recompute not in ("none", "full"):
             raise PlanError(f"recompute={self.recompute!r}: use 'none', 'full', a number or layer indices")
 

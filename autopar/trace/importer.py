@@ -28,6 +28,7 @@ from ..ir.graph import (
     set_info,
     update_info,
 )
+from .inplace import functional, mutates
 
 _MAX_SEQUENCE = 1 << 20
 # Frames of torch and of ours are not the user's source.
@@ -58,6 +59,11 @@ class Importer:
 
     def program(self) -> Program:
         signature = self.exported.graph_signature
+        if changed := sorted(signature.buffers_to_mutate.values()):
+            raise TraceError(
+                f"forward changes the buffers {', '.join(changed[:3])}: micro-batches and recompute would change them "
+                "several times a step. Keep such state outside forward (batch norm: use group or layer norm)"
+            )
         self._learn_symbols()
         for node in self.exported.graph.nodes:
             if node.op == "placeholder":
@@ -148,10 +154,14 @@ class Importer:
         if value is None or isinstance(value, torch.SymBool) or (isinstance(value, list | tuple) and not value):
             return  # an assertion
         target: Any = node.target
+        if mutates(node):
+            target = functional(node, _source(node.stack_trace))
         args = self._mapped(tuple(node.args))
         kwargs = {k: self._mapped(v) for k, v in node.kwargs.items() if k not in _BAKED}
         new = self.graph.call_function(target, args, kwargs)
         self.mapping[node] = new
+        if mutates(node):
+            self.mapping[arguments(node)[0]] = new  # later readers see what was written
         # An op of several outputs (split) carries the facts of its first until `decompose` removes it.
         first = value if isinstance(value, torch.Tensor) else value[0]
         set_info(new, self._facts(node, first))

@@ -61,31 +61,66 @@ def build_on_meta(factory: Callable[[], nn.Module]) -> nn.Module:
         return factory()
 
 
+# Factories, and ops that a parameter's values are computed by, as the in-place ops that `draw` can repeat.
+_FACTORIES: dict[str, Callable[..., Recipe]] = {
+    "ones": lambda *a: [["fill_", 1.0]],
+    "zeros": lambda *a: [["zero_"]],
+    "full": lambda size, value, *a: [["fill_", value]],
+    "randn": lambda *a: [["normal_"]],
+    "rand": lambda *a: [["uniform_"]],
+}
+_SCALINGS = {"mul": "mul_", "div": "div_", "add": "add_", "sub": "sub_", "clamp": "clamp_"}
+
+
 class _Recorder(TorchDispatchMode):
-    """In-place ops on each storage, in order."""
+    """What fills each storage: a factory, in-place ops in order, and arithmetic with numbers.
+
+    `kept` holds the tensors seen: a freed storage's address would be another's.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.ops: dict[int, list[tuple[str, tuple[Any, ...], int]]] = {}
+        self.recipes: dict[int, Recipe] = {}
+        self.broken: dict[int, str] = {}
+        self.kept: list[Tensor] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        name = function._schema.name.removeprefix("aten::")
-        if name.endswith("_") and args and isinstance(args[0], Tensor):
-            plain = [v for k, v in (kwargs or {}).items() if k != "generator"]
-            self.ops.setdefault(_storage(args[0]), []).append((name, (*args[1:], *plain), args[0].numel()))
+        if isinstance(result, Tensor):
+            self.kept.append(result)
+            self._note(function, result, args, kwargs or {})
         return result
 
+    def _note(self, function: Any, result: Tensor, args: Any, kwargs: Any) -> None:
+        name = function._schema.name.removeprefix("aten::")
+        plain = [*args[1:], *(v for k, v in kwargs.items() if k in ("mean", "std", "from", "to", "min", "max"))]
+        if name in _FACTORIES:
+            self.recipes[_storage(result)] = _FACTORIES[name](*args)
+        elif name.endswith("_") and args and isinstance(args[0], Tensor):
+            self._in_place(name, args[0], plain)
+        elif name in _SCALINGS and isinstance(args[0], Tensor) and not any(isinstance(a, Tensor) for a in plain):
+            before = self.recipes.get(_storage(args[0]))
+            if before is not None:
+                self.recipes[_storage(result)] = [*before, [_SCALINGS[name], *plain]]
+
+    def _in_place(self, name: str, tensor: Tensor, plain: list[Any]) -> None:
+        key = _storage(tensor)
+        if tensor.numel() * tensor.element_size() != tensor.untyped_storage().nbytes():
+            self.broken[key] = f"{name} on a part of it"
+        elif any(isinstance(a, Tensor) for a in plain):
+            self.broken[key] = f"{name} with another tensor"
+        elif name in (*_RANDOM, "fill_", "zero_"):
+            self.recipes[key] = [[name, *plain]]
+            self.broken.pop(key, None)
+        else:
+            self.recipes.setdefault(key, []).append([name, *plain])
+
     def recipe(self, tensor: Tensor, name: str) -> Recipe | None:
-        """What filled a tensor, from the last op that sets all of it."""
-        ops = self.ops.get(_storage(tensor))
-        if not ops:
-            return None
-        for op, args, size in ops:
-            if size != tensor.numel() or any(isinstance(a, Tensor) for a in args):
-                raise TraceError(f"the initialisation of {name} ({op} on a part of it) cannot be recorded: use --init")
-        starts = [i for i, (op, _, _) in enumerate(ops) if op in (*_RANDOM, "fill_", "zero_")]
-        return [[op, *args] for op, args, _ in ops[starts[-1] if starts else 0 :]]
+        """What filled a tensor; raises TraceError where that cannot be repeated from numbers alone."""
+        key = _storage(tensor)
+        if key in self.broken:
+            raise TraceError(f"the initialisation of {name} ({self.broken[key]}) cannot be recorded: use --init")
+        return self.recipes.get(key)
 
 
 def _storage(tensor: Tensor) -> int:

@@ -20,7 +20,6 @@ from ..ir.build import eliminate_dead
 from ..ir.graph import PROLOGUE, TABLES, Call, Program, arguments
 
 _FEWEST = 6  # shorter lists are traced whole
-_INDEX_NAMES = ("idx", "index", "layer_id", "layer_number")
 
 
 class NotRepeatedError(Exception):
@@ -88,25 +87,54 @@ class _StandIn(nn.Module):
 
 
 def _all_equal(layers: list[nn.Module]) -> bool:
-    """The same modules, shapes and options, but for an index; no parameter in two layers."""
-    first = _structure(layers[1])
+    """The same modules, shapes and attributes, but for an index that forward does not read; nothing shared."""
     owners = [id(p) for layer in layers for p in layer.parameters()]
-    return len(owners) == len(set(owners)) and all(_structure(layer) == first for layer in layers[2:])
+    if len(owners) != len(set(owners)):
+        return False
+    facts = [_structure(layer) for layer in layers]
+    differ = [key for key in facts[1] if any(f.get(key, _MISSING) != facts[1][key] for f in facts[2:])]
+    if any(f.keys() != facts[1].keys() for f in facts[2:]) or not all(_is_index(key, facts) for key in differ):
+        return False
+    for layer in (layers[0], layers[1], layers[-1]):
+        for path, name in differ:
+            _guard(layer.get_submodule(path), name)
+    return True
 
 
-def _structure(layer: nn.Module) -> list[Any]:
-    found: list[Any] = []
+_MISSING = object()
+_Key = tuple[str, str]  # (path of a module in the layer, what of it)
+
+
+def _structure(layer: nn.Module) -> dict[_Key, Any]:
+    """Everything that a layer's forward can depend on. Objects that do not compare equal count as different."""
+    found: dict[_Key, Any] = {}
+    internal = set(vars(nn.Module())) - {"training"}
     for path, module in layer.named_modules():
-        found.append((path, type(module)))
-        for name, p in module.named_parameters(recurse=False):
-            found.append((name, p.shape, p.dtype, p.requires_grad))
-        for name, b in module.named_buffers(recurse=False):
-            found.append((name, b.shape, b.dtype))
-        for name, value in sorted(vars(module).items()):
-            plain = isinstance(value, int | float | bool | str | type(None) | tuple)
-            if plain and not name.startswith("_") and not any(word in name for word in _INDEX_NAMES):
-                found.append((name, value))
+        found[path, "class"] = type(module)
+        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            found[path, f"{name}:tensor"] = (tensor.shape, tensor.dtype, tensor.requires_grad)
+        for name, value in vars(module).items():
+            if name not in internal:
+                found[path, name] = value
     return found
+
+
+def _is_index(key: _Key, facts: list[dict[_Key, Any]]) -> bool:
+    """Whether an attribute is the layer's place in the list."""
+    return all(type(f.get(key)) is int and f[key] == i for i, f in enumerate(facts) if i)
+
+
+def _guard(module: nn.Module, name: str) -> None:
+    """From now on, reading the attribute says that layers depend on their place."""
+    kind, value = type(module), vars(module)[name]
+
+    def read(self: nn.Module) -> Any:
+        if torch.compiler.is_exporting():
+            raise NotRepeatedError(f"{kind.__name__} reads {name}")
+        return value
+
+    del module.__dict__[name]
+    module.__class__ = type(kind.__name__, (kind,), {name: property(read)})
 
 
 def stand_in_call(path: str, nodes: Sequence[fx.Node], calls: Sequence[Call]) -> Call:

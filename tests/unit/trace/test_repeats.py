@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -78,14 +79,31 @@ class ScaledByIndex(Layer):
         return x.add(self.down(self.up(x)) / (self.layer_idx + 1))
 
 
+class BranchesOnIndex(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.add(self.down(self.up(x)))
+        return x.mul(2.0) if self.layer_idx == 3 else x
+
+
+class Activated(Layer):
+    def __init__(self, index: int, activation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(index)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.add(self.activation(self.down(self.up(x))))
+
+
 @pytest.mark.parametrize(
     "layers",
     [
+        [BranchesOnIndex(i) for i in range(8)],
+        [Activated(i, torch.relu if i == 4 else torch.tanh) for i in range(8)],
         [Layer(i, scale=1.0 + (i == 3)) for i in range(8)],
         [Layer(i, width=8 + 8 * (i == 4)) for i in range(8)],
         [ScaledByIndex(i) for i in range(8)],
     ],
-    ids=["an option differs", "a width differs", "the index is used"],
+    ids=["a branch on the index", "a function differs", "an option differs", "a width differs", "the index is used"],
 )
 def test_lists_that_do_not_repeat_are_traced_whole(layers: list[Any]) -> None:
     program = prepare(Indexed(layers), INPUTS, "fp32")

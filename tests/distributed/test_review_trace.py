@@ -1,0 +1,116 @@
+"""What a trace must not lose: in-place ops, kwargs of norms, shifted logits; or must refuse, with the line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopar.errors import TraceError
+from tests.distributed.programs import VOCABULARY, assert_parity, subject
+
+FP64 = torch.float64
+D = 16
+
+
+class Base(nn.Module):
+    """An embedding, one layer of a list, a head; what happens between is `middle`."""
+
+    def __init__(self, middle: Callable[[Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, D)
+        self.layers = nn.ModuleList([nn.Linear(D, D)])
+        self.head = nn.Linear(D, VOCABULARY, bias=False)
+        self.middle = middle or (lambda x: x)
+
+    def hidden(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.middle(x)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.hidden(input_ids)).flatten(0, 1), labels.flatten())
+
+
+def assigned(x: Tensor) -> Tensor:
+    x = x.clone()
+    x[:, 0] = 0
+    return x
+
+
+def through_a_view(x: Tensor) -> Tensor:
+    x.view(-1, D).mul_(2)
+    return x
+
+
+def in_place(x: Tensor) -> Tensor:
+    y = x * 2
+    y.add_(1.0)
+    y.relu_()
+    return y
+
+
+def rms_with_alpha(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(torch.add(x.pow(2).mean(-1, keepdim=True), 0.1, alpha=3))
+
+
+def rms_other_order(x: Tensor) -> Tensor:
+    return torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * x
+
+
+def unbound(x: Tensor) -> Tensor:
+    first, second = x.unflatten(-1, (2, D // 2)).unbind(-2)
+    return torch.cat((first * 2, second), -1)
+
+
+class ShiftedLogits(Base):
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.hidden(input_ids))
+        return F.cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY), labels[:, 1:].reshape(-1))
+
+
+class Counting(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        self.calls.add_(1)
+        loss: Tensor = super().forward(input_ids, labels) * self.calls
+        return loss
+
+
+class Probabilities(Base):
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.hidden(input_ids)).flatten(0, 1)
+        targets = F.one_hot(labels.clamp(min=0).flatten(), VOCABULARY).to(logits.dtype)
+        return F.cross_entropy(logits, targets)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [Base(in_place), Base(rms_with_alpha), Base(rms_other_order), Base(unbound), ShiftedLogits()],
+    ids=["in place", "an rms norm with alpha", "an rms norm the other way", "unbind", "shifted logits"],
+)
+def test_nothing_is_lost(model: nn.Module) -> None:
+    traced = subject(model, FP64)
+    assert_parity(traced, traced.plan(dp=2, micro_batch=3))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Base(assigned), "in-place op"),
+        (Base(through_a_view), "in-place op mul_"),
+        (Counting(), "in-place op add_|changes the buffers calls"),
+        (Probabilities(), "probabilities"),
+    ],
+    ids=["a slice is assigned", "through a view", "a counter", "soft targets"],
+)
+def test_what_cannot_be_kept_is_refused(model: nn.Module, message: str) -> None:
+    with pytest.raises(TraceError, match=message):
+        subject(model, FP64)
