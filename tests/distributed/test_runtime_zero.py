@@ -1,7 +1,7 @@
 """The runtime keeps its word: every ZeRO stage × pipeline × accumulation × tp × kind of parameter, in fp64.
 
 Each case equals one process in loss, gradients, norm and weights, and communicates and keeps over the data
-axis what the table of `autopar/runtime/data_parallel.py` says.
+axis what the table of `autopar/runtime/data_parallel.py` says (Z8: and the ledger of the cost model agrees).
 """
 
 from __future__ import annotations
