@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 
@@ -20,10 +22,11 @@ from .cost_models.layer_costs import ModelCosts
 from .cost_models.step_time import Estimate
 from .emit.emission import Predicted
 from .emit.load import load_source
-from .emit.project import save_project
+from .emit.project import save_project, save_tensors
 from .emit.source import model_source
 from .errors import InfeasibleError, PlanError
 from .ir.graph import B, Program, S
+from .parity import Parity
 from .placement import Strategy
 from .plan import Plan, Solution
 from .progress import progress
@@ -37,7 +40,7 @@ from .search.op_costs import TimeCosts
 from .search.search import SearchResult, search
 from .search.space import Pins, divisors
 from .trace.initialise import Weights, weights_of
-from .verification import Parity, verify_plan
+from .verification import verify_plan
 
 _LEAST_SHARDED = 0.5
 
@@ -164,12 +167,22 @@ class Parallelized:
         return load_source(self.source())
 
     def build(self, **options: Any) -> Any:
-        """The trainer of this rank, when already under torchrun: `.model` is its module, `.step(batch)` trains."""
+        """The Trainer of this rank, when already under torchrun: `.model` is its module, `.step(batch)` trains.
+
+        options: seed (of a recorded initialisation and of dropout), lr, clip, device.
+        """
         from .runtime.trainer import Trainer  # only here: planning needs no process group
 
         if self.weights.missing:
             raise PlanError(f"{len(self.weights.missing)} parameters have no values: build the model on the CPU")
-        return Trainer(self.load(), dict(self.weights.values), **options)
+        program = self.load()
+        if not self.weights.recipes:
+            return Trainer(program, dict(self.weights.values), **options)
+        with TemporaryDirectory(prefix="autopar-build-") as folder:
+            save_tensors(Path(folder, "weights.pt"), self.weights.values)
+            Path(folder, "init.json").write_text(json.dumps(dict(self.weights.recipes)))
+            program.__file__ = f"{folder}/model.py"  # beside which the trainer reads them
+            return Trainer(program, **options)
 
     def verify(self, steps: int = 5) -> Parity:
         """Train the emitted program and the original for a few steps in fp64 on CPU processes, and compare."""

@@ -1,15 +1,56 @@
-"""What "computes the same" means: the contract's metric, and float64 runs of models that cast to float32."""
+"""What "computes the same" means: the contract's metric, and runs of the original in float64 without dropout."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 RMS_FLOOR = 1e-3
+TOLERANCE = 1e-9
+
+# Where the probability is among the arguments.
+_DROPOUT: dict[Callable[..., Any], tuple[int, str]] = {
+    F.dropout: (1, "p"),
+    torch.dropout: (1, "p"),
+    F.scaled_dot_product_attention: (4, "dropout_p"),
+    F.multi_head_attention_forward: (10, "dropout_p"),
+}
+
+
+@dataclass(frozen=True)
+class Parity:
+    """The largest errors over all ranks, by the contract's metric (DESIGN, top), and where they are."""
+
+    loss: float
+    gradients: float
+    norm: float
+    weights: float
+    worst_gradient: str
+    worst_weight: str
+    steps: int
+    processes: int
+    note: str = ""
+
+    @property
+    def holds(self) -> bool:
+        """Whether every error is within the contract's 1e-9; NaN is not."""
+        return all(error <= TOLERANCE for error in (self.loss, self.gradients, self.norm, self.weights))
+
+    def __str__(self) -> str:
+        verdict = "computes what the model computes" if self.holds else "DIFFERS from the model"
+        return (
+            f"the program on {self.processes} processes {verdict}: after {self.steps} steps in fp64 the largest "
+            f"difference to one process is {self.loss:.1e} (loss), {self.gradients:.1e} (gradients, "
+            f"{self.worst_gradient}), {self.norm:.1e} (total norm), {self.weights:.1e} (weights, {self.worst_weight})"
+            f"; bound {TOLERANCE:.0e}{f' · {self.note}' if self.note else ''}"
+        )
 
 
 def relative_errors(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
@@ -17,13 +58,28 @@ def relative_errors(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 
     The RMS is that of one quantity over the whole model, so pass one quantity at a time (all gradients, or
     all weights): it keeps a tensor whose true value is zero (a key bias's gradient) from dividing by noise.
-    NaN anywhere gives NaN or infinity. Raises ValueError where names or shapes differ.
+    NaN gives infinity. Raises ValueError where names or shapes differ.
     """
     if actual.keys() != expected.keys():
         missing, extra = sorted(expected.keys() - actual.keys()), sorted(actual.keys() - expected.keys())
         raise ValueError(f"the two sides name different tensors: missing {missing}, unexpected {extra}")
     floor = RMS_FLOOR * _root_mean_square(expected.values())
     return {name: _relative_error(name, actual[name], expected[name], floor) for name in expected}
+
+
+def part_errors(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+    """`relative_errors` of some of the model's tensors, as a pipeline stage has them; the RMS is over all of them."""
+    errors = relative_errors({**expected, **actual}, expected)
+    return {name: errors[name] for name in actual}
+
+
+def relative_error(actual: float, expected: float) -> float:
+    """|a − b| / |b| of two numbers; NaN gives infinity."""
+    return _infinite_if_nan(abs(actual - expected) / max(abs(expected), 1e-300))
+
+
+def _infinite_if_nan(error: float) -> float:
+    return math.inf if math.isnan(error) else error  # no comparison is true of NaN: `max` would pass over it
 
 
 def _relative_error(name: str, actual: Tensor, expected: Tensor, floor: float) -> float:
@@ -34,8 +90,8 @@ def _relative_error(name: str, actual: Tensor, expected: Tensor, floor: float) -
     a, b = _double(actual), _double(expected)
     difference, scale = (a - b).abs().max().item(), max(b.abs().max().item(), floor)
     if scale > 0:
-        return difference / scale
-    return 0.0 if difference == 0 else float("inf")
+        return _infinite_if_nan(difference / scale)
+    return 0.0 if difference == 0 else math.inf
 
 
 def _root_mean_square(tensors: Iterable[Tensor]) -> float:
@@ -71,6 +127,47 @@ class raise_float32(TorchFunctionMode):  # noqa: N801 - a context manager, named
             func = Tensor.double
         raised = {key: _raised(value) for key, value in (kwargs or {}).items()}
         return func(*map(_raised, args), **raised)
+
+
+class no_dropout(TorchFunctionMode):  # noqa: N801 - as above
+    """Within it, every dropout has probability 0, that of attention included."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _DROPOUT:
+            place, name = _DROPOUT[func]
+            args = (*args[:place], 0.0, *args[place + 1 :]) if len(args) > place else args
+            kwargs |= {name: 0.0} if len(args) <= place else {}
+        return func(*args, **kwargs)
+
+
+def train_original(
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Tensor]],
+    constants: Mapping[str, Any],
+    optimizer: torch.optim.Optimizer,
+) -> dict[str, Any]:
+    """A step for each batch, without dropout: all losses and norms, the first gradients, the weights at the end."""
+    result: dict[str, Any] = {"losses": [], "norms": []}
+    for batch in batches:
+        optimizer.zero_grad()
+        with raise_float32(), no_dropout():
+            outputs = model(**batch, **constants)
+            loss = outputs if isinstance(outputs, Tensor) else outputs[0]
+            loss.backward()
+        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        result["losses"].append(loss.item())
+        result["norms"].append(float(torch.stack([g.square().sum() for g in gradients.values()]).sum().sqrt()))
+        result.setdefault("gradients", gradients)
+        optimizer.step()
+    result["weights"] = {n: p.detach().clone() for n, p in model.named_parameters()}
+    return result
 
 
 def _raised(value: Any) -> Any:

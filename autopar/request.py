@@ -23,6 +23,7 @@ OPTIMIZERS = ("AdamW", "Adam", "SGD", "NAdam", "RAdam", "Adamax", "Adagrad", "Ad
 _LONGEST_DEFAULT = 8192
 _UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
+Loss = Callable[[Any, Mapping[str, Any]], torch.Tensor]
 OptimizerLike = str | type[torch.optim.Optimizer] | tuple[Any, Mapping[str, Any]] | torch.optim.Optimizer | None
 
 
@@ -40,6 +41,7 @@ class Job:
     precision: str
     optimizer: Optimizer
     notes: tuple[str, ...]
+    loss: Loss | None = None  # which `model` has, and a model that `factory` builds has not
 
     @property
     def name(self) -> str:
@@ -53,7 +55,7 @@ def make_job(
     gpu: str | None,
     memory: str | float | None,
     inputs: Mapping[str, Any] | None,
-    loss: Callable[[Any, Mapping[str, Any]], torch.Tensor] | None,
+    loss: Loss | None,
     sequence: int | None,
     global_batch: int | None,
     optimizer: OptimizerLike,
@@ -78,7 +80,7 @@ def make_job(
         notes.append(f"global_batch={global_batch} (8 a GPU)")
     return Job(
         module, factory, inputs, cluster, global_batch, sequence, read_memory(memory), precision, chosen_optimizer,
-        tuple(notes),
+        tuple(notes), loss,
     )  # fmt: skip
 
 
@@ -119,9 +121,7 @@ def _default_inputs(model: nn.Module, sequence: int) -> dict[str, Any]:
     return default_inputs(model, 2, min(sequence, 128))
 
 
-def with_loss(
-    model: nn.Module, loss: Callable[[Any, Mapping[str, Any]], torch.Tensor], names: Iterable[str]
-) -> nn.Module:
+def with_loss(model: nn.Module, loss: Loss, names: Iterable[str]) -> nn.Module:
     """The same model, names and all, whose forward takes a batch of `names` and returns `loss(outputs, batch)`."""
     kind = type(model)
     accepted = inspect.signature(kind.forward).parameters
@@ -177,9 +177,19 @@ def _read_instance(model: nn.Module, optimizer: torch.optim.Optimizer) -> Optimi
         missing = sum(id(p) not in names for p in group["params"])
         if missing:
             raise PlanError(f"{missing} parameters of the optimizer are not the model's: build it from this model")
-        own = {k: v for k, v in group.items() if k != "params" and v != optimizer.defaults.get(k)}
-        groups.append((tuple(names[id(p)] for p in group["params"]), own))
-    return Optimizer(name, changed, tuple(groups) if len(groups) > 1 else ())
+        own = {k: group[k] for k, v in optimizer.defaults.items() if group[k] != v}
+        groups.append((tuple(names[id(p)] for p in group["params"] if p.requires_grad), own))
+    given = {n for group_names, _ in groups for n in group_names}
+    if left_out := [n for n, p in model.named_parameters() if p.requires_grad and n not in given]:
+        shown = ", ".join(left_out[:4]) + (f" and {len(left_out) - 4} more" if len(left_out) > 4 else "")
+        raise PlanError(
+            f"{shown} would be trained and are not in the optimizer: freeze them, requires_grad_(False), or pass them "
+            "to the optimizer too"
+        )
+    trained = [(group_names, own) for group_names, own in groups if group_names]
+    if len(trained) == 1:
+        return Optimizer(name, changed | trained[0][1])
+    return Optimizer(name, changed, tuple(trained))
 
 
 def _check_elementwise(name: str) -> None:

@@ -2,96 +2,107 @@
 
 The original trains here on the whole global batch; a child process forks the ranks of the program, which
 compare loss, every gradient, norms and weights with it on every rank. A model that is too large is shrunk:
-the same layer classes and plan structure, fewer and narrower layers, a mesh of at most 8 processes.
+the same layer classes and plan structure, fewer and narrower layers, a mesh of at most 8 processes. Dropout is
+off on both sides: its masks are drawn per rank.
 """
 
 from __future__ import annotations
 
 import copy
+import faulthandler
 import json
+import math
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from .compiler import compile_program, prepare
 from .emit.emission import Predicted
 from .emit.load import load_source
 from .emit.source import model_source
 from .errors import PlanError
+from .ir.graph import B, Program, Role, S, arguments, info
 from .mesh import Mesh
-from .parity import raise_float32, relative_errors
+from .parity import Parity, part_errors, relative_error, train_original
 from .plan import Plan
-from .request import Job
+from .progress import progress
+from .request import Job, with_loss
 from .trace.huggingface import is_huggingface
 
 _LARGEST = 40_000_000  # parameters that are trained as they are, in fp64
 _MOST_PROCESSES = 8
 _TIMEOUT_S = 300
-TOLERANCE = 1e-9
+_IGNORED = -100  # the target that F.cross_entropy skips by default
 
-
-@dataclass(frozen=True)
-class Parity:
-    """The largest errors over all ranks, by the contract's metric (DESIGN, top), and where they are."""
-
-    loss: float
-    gradients: float
-    norm: float
-    weights: float
-    worst_gradient: str
-    worst_weight: str
-    steps: int
-    processes: int
-    note: str = ""
-
-    @property
-    def holds(self) -> bool:
-        """Whether every error is within the contract's 1e-9."""
-        return max(self.loss, self.gradients, self.norm, self.weights) <= TOLERANCE
-
-    def __str__(self) -> str:
-        verdict = "computes what the model computes" if self.holds else "DIFFERS from the model"
-        return (
-            f"the program on {self.processes} processes {verdict}: after {self.steps} steps in fp64 the largest "
-            f"difference to one process is {self.loss:.1e} (loss), {self.gradients:.1e} (gradients, "
-            f"{self.worst_gradient}), {self.norm:.1e} (total norm), {self.weights:.1e} (weights, {self.worst_weight})"
-            f"; bound {TOLERANCE:.0e}{f' · {self.note}' if self.note else ''}"
-        )
+aten = torch.ops.aten
+_DROPOUT_ARGUMENT: dict[Any, int] = {aten.dropout.default: 1, aten.scaled_dot_product_attention.default: 4}
+_SIZE_DIM: dict[Any, int] = {aten.embedding.default: 0, aten.cross_entropy_loss.default: 1}  # of what ids index
 
 
 def verify_plan(job: Job, plan: Plan, steps: int) -> Parity:
     """Train original and program for `steps` steps; raises PlanError where the model cannot be run here."""
     model, plan, note = _small_enough(job, plan)
-    plan = replace(plan, precision="fp64", recompute=_clip_layers(plan))
+    plan = replace(plan, precision="fp64")
     model = copy.deepcopy(model).double().train()
-    inputs = {k: v for k, v in job.inputs.items()}
-    program = prepare(model, inputs, "fp64")
+    program, dropped = _without_dropout(prepare(model, job.inputs, "fp64"))
+    notes = [note] * bool(note) + ["dropout set to 0 on both sides"] * dropped
     source = model_source(compile_program(program, plan), plan, Predicted())
-    batches = [_batch(model, inputs, plan, seed) for seed in range(steps)]
-    print(
-        f"verify: {steps} steps of the original and of the program on {plan.mesh.world_size} processes", file=sys.stderr
-    )
+    batches = [_batch(program, plan, seed) for seed in range(steps)]
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
     weights = {name: tensor.detach().clone() for name, tensor in named}
-    reference = _train_original(model, batches, plan, program.tied)
-    with tempfile.TemporaryDirectory(prefix="autopar-verify-") as folder:
+    constants = {name: value for name, value in job.inputs.items() if not isinstance(value, Tensor)}
+    if is_huggingface(model):
+        constants["use_cache"] = False
+    with progress(f"training the original for {steps} steps"):
+        reference = train_original(model, batches, constants, _optimizer(model, plan))
+    if not all(map(math.isfinite, reference["losses"])):
+        raise PlanError(f"the model's own losses are {reference['losses']}: there is nothing to compare with")
+    processes = plan.mesh.world_size
+    with (
+        tempfile.TemporaryDirectory(prefix="autopar-verify-") as folder,
+        progress(f"training the program on {processes} processes for {steps} steps"),
+    ):
         torch.save({"weights": weights, "batches": batches, "reference": reference}, Path(folder) / "job.pt")
         (Path(folder) / "model.py").write_text(source)
         _run_child(folder)
-        errors = json.loads((Path(folder) / "errors.json").read_text())
-    return Parity(**errors, steps=steps, processes=plan.mesh.world_size, note=note)
+        reports = json.loads((Path(folder) / "errors.json").read_text())
+    return Parity(**_largest(reports, reference), steps=steps, processes=processes, note=" · ".join(notes))
+
+
+def _largest(reports: Sequence[Mapping[str, Any]], reference: Mapping[str, Any]) -> dict[str, Any]:
+    """The largest errors over the ranks; PlanError where no rank has a tensor of the reference."""
+    largest: dict[str, Any] = {what: max(float(r[what]) for r in reports) for what in ("loss", "norm")}
+    for what in ("gradients", "weights"):
+        pairs = [pair for report in reports for pair in report[what].items()]
+        if missing := sorted(reference[what].keys() - {name for name, _ in pairs}):
+            raise PlanError(f"no rank of the program has the {what} of {', '.join(missing)}")
+        largest[f"worst_{what[:-1]}"], largest[what] = max(pairs, key=lambda pair: float(pair[1]))
+    return largest
+
+
+def _without_dropout(program: Program) -> tuple[Program, bool]:
+    """The same ops with every dropout probability 0, and whether one was not."""
+    program, dropped = program.copy_blocks(), False
+    for _, node in program.each_op():
+        place = _DROPOUT_ARGUMENT.get(node.target)
+        if place is not None and len(node.args) > place:
+            dropped |= bool(node.args[place])
+            node.update_arg(place, 0.0)
+    return program, dropped
 
 
 def _small_enough(job: Job, plan: Plan) -> tuple[nn.Module, Plan, str]:
@@ -99,14 +110,7 @@ def _small_enough(job: Job, plan: Plan) -> tuple[nn.Module, Plan, str]:
     size = sum(p.numel() for p in job.model.parameters())
     hollow = any(p.is_meta for p in job.model.parameters())
     if size <= _LARGEST and plan.mesh.world_size <= _MOST_PROCESSES:
-        model = job.model
-        if hollow and job.factory is not None:
-            model = job.factory()
-        elif hollow and is_huggingface(model):
-            model = type(model)(copy.deepcopy(model.config))
-        elif hollow:
-            raise PlanError("the model has no values to compare with: build it on the CPU, or pass its factory")
-        return model, _fewer_samples(plan), ""
+        return _with_values(job) if hollow else job.model, _fewer_samples(plan), ""
     if not is_huggingface(job.model):
         raise PlanError(
             f"{size / 1e6:.0f} M parameters on {plan.mesh.world_size} processes are too many here: verify a smaller "
@@ -122,6 +126,23 @@ def _small_enough(job: Job, plan: Plan) -> tuple[nn.Module, Plan, str]:
         global_batch=2 * mesh.pp * mesh.dp, sequence=32,
     )  # fmt: skip
     return _shrunk(job.model, layers), small, f"shrunk to {layers} narrow layers on {mesh}"
+
+
+def _with_values(job: Job) -> nn.Module:
+    """A meta model again, on the CPU."""
+    if job.factory is not None:
+        model = _seeded(job.factory)
+        return model if job.loss is None else with_loss(model, job.loss, job.inputs)
+    if not is_huggingface(job.model):
+        raise PlanError("the model has no values to compare with: build it on the CPU, or pass its factory")
+    kind, config = type(job.model), copy.deepcopy(job.model.config)
+    return _seeded(lambda: kind(config))
+
+
+def _seeded(build: Callable[[], nn.Module]) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return build()
 
 
 def _fewer_samples(plan: Plan) -> Plan:
@@ -145,64 +166,58 @@ def _shrunk(model: nn.Module, layers: int) -> nn.Module:
         setattr(config, token, None)
     if hasattr(config, "layer_types") and config.layer_types:
         config.layer_types = config.layer_types[:layers]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        shrunk: nn.Module = type(model)(config)
-    return shrunk
+    return _seeded(lambda: type(model)(config))
 
 
-def _clip_layers(plan: Plan) -> tuple[int, ...]:
-    return tuple(i for i in plan.recompute if i < plan.stages[-1][1])
-
-
-def _batch(model: nn.Module, inputs: Mapping[str, Any], plan: Plan, seed: int) -> dict[str, Tensor]:
-    """Random samples shaped like the example inputs; a fifth of the labels, and one whole sample, are padding."""
+def _batch(program: Program, plan: Plan, seed: int) -> dict[str, Tensor]:
+    """Random samples for the model's inputs; a fifth of the targets, and one whole sample, are ignored."""
     generator = torch.Generator().manual_seed(seed)
-    vocabulary = min(
-        (p.shape[0] for n, p in model.named_parameters() if p.dim() == 2 and ("emb" in n or "wte" in n)), default=2
-    )
+    sizes, ignored = _ranges(program)
     batch: dict[str, Tensor] = {}
-    for name, example in inputs.items():
-        if not isinstance(example, Tensor):
-            continue
-        shape = [plan.global_batch, *example.shape[1:]]
-        if example.dim() > 1 and not example.is_floating_point():
-            shape[1] = plan.sequence
-        if example.is_floating_point():
+    for name, facts in program.inputs.items():
+        shape = [int(size.subs({B: plan.global_batch, S: plan.sequence})) for size in facts.shape]
+        if facts.dtype.is_floating_point:
             batch[name] = torch.randn(shape, generator=generator, dtype=torch.float64)
             continue
-        batch[name] = torch.randint(0, vocabulary, shape, generator=generator)
-        if name == "labels":
-            batch[name][torch.rand(shape, generator=generator) < 0.2] = -100
+        batch[name] = torch.randint(0, sizes.get(name, 2), shape, generator=generator).to(facts.dtype)
+        if name in ignored:
+            batch[name][torch.rand(shape, generator=generator) < 0.2] = ignored[name]
             if plan.global_batch > 1:
-                batch[name][0] = -100
+                batch[name][0] = ignored[name]
     return batch
 
 
-def _train_original(
-    model: nn.Module, batches: list[dict[str, Tensor]], plan: Plan, tied: Mapping[str, str]
-) -> dict[str, Any]:
-    """Losses and norms of each step, gradients of the first, weights after the last."""
-    options = [{"params": p, **_group_options(plan, n)} for n, p in model.named_parameters()]
-    optimizer = getattr(torch.optim, plan.optimizer.name)(options, **plan.optimizer.kwargs)
-    result: dict[str, Any] = {"losses": [], "norms": []}
-    for batch in batches:
-        optimizer.zero_grad()
-        with raise_float32():
-            outputs = model(**batch, **({"use_cache": False} if is_huggingface(model) else {}))
-            loss = outputs if isinstance(outputs, Tensor) else outputs[0]
-            loss.backward()
-        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        result["losses"].append(loss.item())
-        result["norms"].append(float(torch.stack([g.square().sum() for g in gradients.values()]).sum().sqrt()))
-        result.setdefault("gradients", gradients)
-        optimizer.step()
-    result["weights"] = {n: p.detach().clone() for n, p in model.named_parameters()}
-    return result
+def _ranges(program: Program) -> tuple[dict[str, int], dict[str, int]]:
+    """How many values an input that is ids or targets may take; which is ignored, of those that are targets only."""
+    sizes: dict[str, int] = {}
+    ignored: dict[str, int] = {}
+    ids: set[str] = set()
+    for _, node in (found for found in program.each_op() if found[1].target in _SIZE_DIM):
+        whole, index = arguments(node)[:2]
+        name, size = _input_name(index), int(info(whole).shape[_SIZE_DIM[node.target]])
+        sizes[name] = min(size, sizes.get(name, size))
+        if node.target is aten.embedding.default:
+            ids.add(name)
+        else:
+            ignored[name] = arguments(node)[4] if len(node.args) > 4 else _IGNORED
+    sizes.pop("", None)
+    return sizes, {name: value for name, value in ignored.items() if name not in ids}
 
 
-def _group_options(plan: Plan, name: str) -> dict[str, Any]:
-    return next((dict(own) for names, own in plan.optimizer.groups if name in names), {})
+def _input_name(node: Any) -> str:
+    """The model's input that a node is a view of; "" for none."""
+    while isinstance(node, fx.Node) and info(node).role is not Role.INPUT:
+        node = node.args[0] if node.args else None
+    return info(node).ref if isinstance(node, fx.Node) else ""
+
+
+def _optimizer(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
+    def own(name: str) -> Mapping[str, Any]:
+        return next((options for names, options in plan.optimizer.groups if name in names), {})
+
+    groups = [{"params": parameter, **own(name)} for name, parameter in model.named_parameters()]
+    optimizer: torch.optim.Optimizer = getattr(torch.optim, plan.optimizer.name)(groups, **plan.optimizer.kwargs)
+    return optimizer
 
 
 # The child process: forks the ranks of the program. It has computed nothing before, so forking is safe.
@@ -211,12 +226,24 @@ def _group_options(plan: Plan, name: str) -> dict[str, Any]:
 def _run_child(folder: str) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "autopar.verification", folder]
+    child = subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S)
+        _, said = child.communicate(timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired as error:
-        raise PlanError(f"the program did not finish within {_TIMEOUT_S} s: it hangs\n{error.stderr!r}") from error
-    if done.returncode:
-        raise PlanError(f"the program failed:\n{done.stderr.strip()}")
+        _kill_group(child)
+        said = child.communicate()[1]
+        raise PlanError(f"the program did not finish within {_TIMEOUT_S} s: it hangs\n{said}") from error
+    finally:
+        _kill_group(child)
+    if child.returncode:
+        raise PlanError(f"the program failed:\n{said.strip()}")
+
+
+def _kill_group(child: subprocess.Popen[str]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
 
 
 def _main(folder: Path) -> None:
@@ -226,58 +253,47 @@ def _main(folder: Path) -> None:
     world_size = program.SETTINGS.world_size
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
-    ranks = [
-        context.Process(target=_rank, args=(rank, world_size, folder, program, job, pipes[rank][1]), daemon=True)
-        for rank in range(world_size)
-    ]
-    for rank in ranks:
-        rank.start()
-    for _, ours in pipes:
-        ours.close()
-    errors = []
-    for receiver, _ in pipes:
-        try:
-            errors.append(receiver.recv())
-        except EOFError:
-            sys.exit(1)  # the rank has printed its traceback
-    largest = {k: max(float(e[k]) for e in errors) for k in ("loss", "norm")}
-    for what in ("gradients", "weights"):
-        name, error = max((e[what] for e in errors), key=lambda item: item[1])
-        largest[what], largest[f"worst_{what[:-1]}"] = error, name
-    (folder / "errors.json").write_text(json.dumps(largest))
+    for rank in range(world_size):
+        context.Process(target=_rank, args=(rank, pipes, folder, program, job), daemon=True).start()
+    for _, sender in pipes:
+        sender.close()
+    pending = {receiver: rank for rank, (receiver, _) in enumerate(pipes)}
+    reports = []
+    while pending:
+        for receiver in (r for r in wait(list(pending)) if isinstance(r, Connection)):
+            rank = pending.pop(receiver)
+            try:
+                reports.append(receiver.recv())
+            except EOFError:
+                sys.exit(f"rank {rank} ended without a result")  # it has printed its traceback
+    (folder / "errors.json").write_text(json.dumps(reports))
 
 
-def _rank(rank: int, world_size: int, folder: Path, program: Any, job: Any, pipe: Connection) -> None:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+def _rank(rank: int, pipes: Sequence[tuple[Connection, Connection]], folder: Path, program: Any, job: Any) -> None:
+    """Train and compare on one rank; of the pipes it keeps its own end, so that the end of a rank is the pipe's."""
+    for end in (end for number, pipe in enumerate(pipes) for end in pipe[: 1 if number == rank else 2]):
+        end.close()
+    faulthandler.dump_traceback_later(0.9 * _TIMEOUT_S)  # where it hangs
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(len(pipes)), "LOCAL_RANK": str(rank)}
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store, limit = f"file://{folder / 'store'}", timedelta(seconds=_TIMEOUT_S)
-    dist.init_process_group("gloo", store, rank=rank, world_size=world_size, timeout=limit)
+    dist.init_process_group("gloo", store, rank=rank, world_size=len(pipes), timeout=limit)
     from .runtime.trainer import Trainer  # after the fork: the parent needs no process group
 
     trainer = Trainer(program, job["weights"], seed=0, device="cpu")
     share, replica = program.SETTINGS.global_batch // program.SETTINGS.dp, trainer.mesh.rank("dp")
-    reference, loss, norm = job["reference"], 0.0, 0.0
-    gradients: tuple[str, float] = ("", 0.0)
+    reference, losses, norms = job["reference"], [], []
+    gradients: dict[str, float] = {}
     for step, batch in enumerate(job["batches"]):
         own = {name: value[replica * share : (replica + 1) * share] for name, value in batch.items()}
         result = trainer.step(own)
-        loss = max(loss, _relative(result.loss, reference["losses"][step]))
-        norm = max(norm, _relative(result.grad_norm, reference["norms"][step]))
+        losses.append(relative_error(result.loss, reference["losses"][step]))
+        norms.append(relative_error(result.grad_norm, reference["norms"][step]))
         if step == 0:
-            gradients = _worst(trainer.gradients(), reference["gradients"])
-    weights = _worst(trainer.state_dict(), reference["weights"])
-    pipe.send({"loss": loss, "norm": norm, "gradients": gradients, "weights": weights})
+            gradients = part_errors(trainer.gradients(), reference["gradients"])
+    weights = part_errors(trainer.state_dict(), reference["weights"])
+    pipes[rank][1].send({"loss": max(losses), "norm": max(norms), "gradients": gradients, "weights": weights})
     dist.barrier()
-
-
-def _relative(actual: float, expected: float) -> float:
-    return abs(actual - expected) / max(abs(expected), 1e-300)
-
-
-def _worst(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[str, float]:
-    """The largest error of this rank's tensors; each stage has some of the model's."""
-    errors = relative_errors(actual, {name: expected[name] for name in actual})
-    return max(errors.items(), key=lambda item: item[1])
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import autopar
 from autopar.api import Parallelized, estimate, parallelize
 from autopar.errors import PlanError
 from autopar.plan import Plan
+from autopar.runtime.weights import draw
 from examples.gpt import GPT, GPTConfig
 
 IDS = torch.zeros(2, 16, dtype=torch.long, device="meta")
@@ -104,6 +105,31 @@ def test_meta_model_without_values(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "have no values: train with --init DIR" in capsys.readouterr().out
     with pytest.raises(PlanError, match="have no values"):
         result.build()
+
+
+def test_a_factory_is_built_with_its_initialisation() -> None:
+    """By seed, and as the saved folder would be."""
+    result = parallelize(build, 1, **{**OPTIONS, "gpu": "cpu"})
+    trainer = result.build(device="cpu")
+    values, other = trainer.state_dict(), result.build(device="cpu", seed=1).state_dict()
+    recipe = result.weights.recipes["transformer.wpe.weight"]
+    drawn = draw(recipe, torch.Size(values["transformer.wpe.weight"].shape), 0, "transformer.wpe.weight")
+    assert torch.equal(values["transformer.wpe.weight"], drawn)
+    assert not torch.equal(values["transformer.wpe.weight"], other["transformer.wpe.weight"])
+    ids = torch.zeros(8, 16, dtype=torch.long)
+    assert trainer.step({"input_ids": ids, "labels": ids}).loss > 0
+
+
+def test_a_meta_huggingface_model_is_built() -> None:
+    """Its buffers (RoPE tables) have values, its parameters recipes."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, max_position_embeddings=32))
+    trainer = parallelize(model, 1, gpu="cpu", global_batch=2, sequence=16).build(device="cpu")
+    ids = torch.zeros(2, 16, dtype=torch.long)
+    assert trainer.step({"input_ids": ids, "labels": ids}).loss > 0
 
 
 def test_parameter_groups_are_emitted_by_name() -> None:
