@@ -38,7 +38,8 @@ class Solution:
 class Optimizer:
     """A torch optimizer class by name, with keyword arguments over torch's defaults.
 
-    groups: (parameter names, their own keyword arguments), in the order of the user's parameter groups.
+    groups: (parameter names, their own keyword arguments), in the order of the user's parameter groups; none
+    where one group has all that is trained.
     """
 
     name: str = "AdamW"

@@ -40,6 +40,9 @@ def constants(e: Emission) -> str:
         shown = f"range({recompute[0]}, {recompute[-1] + 1})" if whole else str(recompute)
         lines.append(f"RECOMPUTE = {shown}  # layers whose activations backward computes again")
     lines += _fused_constants(e)
+    if unused := _unused(e):
+        lines += ["# Parameters that the loss never reads, kept to be saved: (name, shape)", "UNUSED = ("]
+        lines += [*(f"{_INDENT}{row}," for row in unused), ")"]
     if e.plan.optimizer.groups:
         lines += ["# (parameter names, options over the optimizer's)", "PARAMETER_GROUPS = ("]
         lines += [f"    ({tuple_text(names)}, {dict_text(own)})," for names, own in _groups(e)]
@@ -62,12 +65,23 @@ def _data_settings(e: Emission) -> list[str]:
 
 
 def _groups(e: Emission) -> list[tuple[list[str], Mapping[str, Any]]]:
-    """The user's parameter groups by the program's names: fused parameters by their parts."""
-    fused = e.program.fused
+    """The user's parameter groups by the program's names: fused parameters by their parts, tied ones by all."""
+    fused, tied = e.program.fused, e.tied()
+
+    def program_names(name: str) -> Sequence[str]:
+        return fused[name].parts if name in fused else (name, *(a for a, original in tied.items() if original == name))
+
     return [
-        ([part for name in names for part in (fused[name].parts if name in fused else (name,))], own)
-        for names, own in e.plan.optimizer.groups
+        ([own for name in names for own in program_names(name)], kwargs) for names, kwargs in e.plan.optimizer.groups
     ]
+
+
+def _unused(e: Emission) -> list[str]:
+    """Rows of UNUSED: each tensor by its first name."""
+    used = e.used(e.program.calls)
+    reached = used | {e.program.tied.get(name, name) for name in used} | set(e.program.tied)
+    rows = [(n, t) for n, t in e.program.parameters.items() if n not in reached]
+    return [f'("{n}", {tuple_text([size_text(size) for size in t.shape], quote=False)})' for n, t in rows]
 
 
 def _fused_constants(e: Emission) -> list[str]:

@@ -8,10 +8,12 @@ from typing import Any
 
 from torch import fx
 
-from ..ir.graph import TABLES, Block, Program, Role, info
+from ..errors import TraceError
+from ..ir.graph import EPILOGUE, PROLOGUE, TABLES, Block, Call, Program, Role, info
 from ..placement import Kind
 from ..plan import Plan
 from .body import Body
+from .names import argument_name, value_name
 from .text import size_text
 
 
@@ -38,18 +40,24 @@ class Emission:
         self.names = self._name_values()
 
     def _name_values(self) -> dict[str, str]:
-        """Hidden states are `x` along the chain of layers; tables keep the names of their own lines."""
+        """Hidden states are `x` along the chain of layers; tables keep the names of their own lines.
+
+        They share Model.forward with its arguments, and a layer with its own: none has the name of another.
+        """
+        taken = {*self.program.inputs, *map(argument_name, self.program.inputs)}
         names: dict[str, str] = {}
-        chain, number = self.is_chain(), 0
         for call in self.program.calls:
             if call.block == TABLES:
                 body = Body(self.program.blocks[TABLES], lambda node: "buffer", self.tables_arguments(), 1)
                 body.write()
-                names.update(zip(call.outputs, body.results, strict=True))
-                continue
+                for value, result in zip(call.outputs, body.results, strict=True):
+                    names[value] = value_name(result, taken)
+                    taken.add(names[value])
+        chain = self.is_chain()
+        for number, call in enumerate(c for c in self.program.calls if c.block != TABLES):
             for place, value in enumerate(call.outputs):
-                names[value] = f"x{place or ''}" if chain else f"x{number}{f'_{place}' if place else ''}"
-            number += 1
+                base = f"x{place or ''}" if chain else f"x{number}{f'_{place}' if place else ''}"
+                names[value] = value_name(base, taken)
         return names
 
     def is_chain(self) -> bool:
@@ -67,7 +75,7 @@ class Emission:
 
     def tables_arguments(self) -> dict[fx.Node, str]:
         block = self.program.blocks[TABLES]
-        return {n: info(n).ref for n in block.placeholders(Role.INPUT)}
+        return {n: argument_name(info(n).ref) for n in block.placeholders(Role.INPUT)}
 
     def value_names(self, block: Block) -> dict[fx.Node, str]:
         """Arguments of a block: `x` for the one value with a gradient, else the name its producer gave it."""
@@ -76,27 +84,52 @@ class Emission:
         for node in block.placeholders(Role.VALUE):
             names[node] = self.names[call.inputs[int(info(node).ref)]]
         for node in block.placeholders(Role.INPUT):
-            names[node] = info(node).ref
+            names[node] = argument_name(info(node).ref)
         return names
 
     def lists(self) -> list[str]:
         return list(dict.fromkeys(call.path.rpartition(".")[0] for call in self.program.layer_calls))
 
     def tied(self) -> dict[str, str]:
-        """Aliases that the loss reads, with the name that keeps the values."""
-        used = {
+        """Aliases that the loss reads, with the name that keeps the values (which it need not read itself).
+
+        Raises TraceError for a tie between a layer and what is not a layer: their shards could not be kept equal.
+        """
+        inside, used = self.used(self.program.layer_calls), self.used(self.program.calls)
+        tied = {alias: original for alias, original in self.program.tied.items() if alias in used}
+        for alias, original in tied.items():
+            names = {original} & used | {a for a in tied if tied[a] == original}
+            if names & inside and names - inside:
+                raise TraceError(
+                    f"{' and '.join(sorted(names))} are one parameter, of a layer and of what is not one: give each "
+                    f"its own instead of sharing {alias}"
+                )
+        return tied
+
+    def used(self, calls: Sequence[Call]) -> set[str]:
+        """Every parameter that some calls read, by the name it is read under."""
+        return {
             call.full_name(info(n).ref)
-            for call in self.program.calls
+            for call in calls
             for n in self.program.blocks[call.block].placeholders(Role.PARAMETER)
         }
-        return {alias: original for alias, original in self.program.tied.items() if alias in used and original in used}
+
+    def _tied_before(self, node: fx.Node) -> str | None:
+        """The name under which a parameter of prologue or epilogue has been declared last, before this one."""
+        blocks = [self.program.blocks[name] for name in (PROLOGUE, EPILOGUE) if name in self.program.blocks]
+        declared = [n for block in blocks for n in block.placeholders(Role.PARAMETER)]
+        if node not in declared:
+            return None
+        before = [info(n).ref for n in declared[: declared.index(node)]]
+        tied, ref = self.tied(), info(node).ref
+        return next((n for n in reversed(before) if tied.get(n, n) == tied.get(ref, ref)), None)
 
     def on_several_stages(self) -> dict[str, str]:
-        """The parameters of a layer object that several stages use, each its own original."""
+        """Parameters that several stages use under one name, as those of a layer object, each its own original."""
         stages: dict[str, set[int]] = {}
-        for call in self.program.layer_calls:
-            for node in self.program.blocks[call.block].placeholders(Role.PARAMETER):
-                stages.setdefault(call.full_name(info(node).ref), set()).update(self.program.stage_of_call(call))
+        for call in self.program.calls:
+            for name in self.used([call]):
+                stages.setdefault(name, set()).update(self.program.stage_of_call(call))
         return {name: name for name, used in stages.items() if len(used) > 1}
 
     def declare(self, node: fx.Node) -> str:
@@ -107,11 +140,12 @@ class Emission:
             self.imports.add("parameters.buffer")
             return f'buffer(self, "{facts.ref}", {shape}, {facts.dtype})'
         shard = f", shard={facts.placement.dim}" if facts.placement.is_shard else ""
-        if facts.ref in self.tied():
+        frozen = "" if facts.requires_grad else ", frozen=True"
+        if other := self._tied_before(node):
             self.imports.add("parameters.tie")
-            return f'tie(self, "{facts.ref}", "{self.tied()[facts.ref]}", {shape}{shard})'
+            return f'tie(self, "{facts.ref}", "{other}", {shape}{shard}{frozen})'
         self.imports.add("parameters.parameter")
-        return f'parameter(self, "{facts.ref}", {shape}{shard})'
+        return f'parameter(self, "{facts.ref}", {shape}{shard}{frozen})'
 
     def access(self, node: fx.Node) -> str:
         facts = info(node)

@@ -103,8 +103,7 @@ class _Convert(torch.autograd.Function):
 
 def _convert(x: Tensor, axis: str, value: _Map, gradient: _Map) -> Tensor:
     alone = current().size(axis) == 1
-    converted: Tensor = x if alone else _Convert.apply(x, axis, value, gradient)  # type: ignore[no-untyped-call]
-    return converted
+    return x if alone else _Convert.apply(x, axis, value, gradient)  # type: ignore[no-untyped-call]
 
 
 # The maps. A tensor given to one may be in use elsewhere, so none is changed in place.

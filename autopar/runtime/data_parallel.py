@@ -44,7 +44,8 @@ def _units(model: nn.Module, layers: Sequence[str]) -> Iterator[tuple[str, nn.Mo
     """Each layer with its path, then the model for what is left."""
     for path in layers:
         for index, layer in model.get_submodule(path).named_children():
-            yield f"{path}.{index}.", layer
+            if type(layer) is not nn.Module:  # else a container of parameters that precede or follow the layers
+                yield f"{path}.{index}.".lstrip("."), layer
     yield "", model
 
 
@@ -103,7 +104,8 @@ def _shard(unit: nn.Module, mesh: Mesh) -> None:
         reduce_dtype=torch.float32 if bf16 else None,
         cast_forward_inputs=False,
     )
-    fully_shard(unit, mesh=mesh.fully_shard_mesh, reshard_after_forward=mesh.settings.zero == 3, mp_policy=policy)
+    over = mesh.root["replicate", "shard"] if mesh.root["replicate"].size() > 1 else mesh.root["shard"]
+    fully_shard(unit, mesh=over, reshard_after_forward=mesh.settings.zero == 3, mp_policy=policy)
     # Losses are shares of the global mean, so gradients are summed. Sum first: gloo has no scaled reduction.
     # These two are not recursive, hence set on every unit.
     assert isinstance(unit, FSDPModule)

@@ -30,27 +30,25 @@ def embedding(ids: Tensor, weight: Tensor, size: int, axis: str, padding_idx: in
 
 
 def cross_entropy(logits: Tensor, target: Tensor, size: int, axis: str, ignore_index: int = -100) -> Tensor:
-    """The sum of the losses, equal on every rank of `axis`; 16-bit logits are taken to fp32.
+    """The sum of the losses, equal on every rank of `axis`.
 
-    logits: [n, local vocabulary]; target: [n] global ids; size: the whole vocabulary. Returns a 0-dim tensor.
+    logits: [n, local vocabulary] in fp32 or fp64; target: [n] global ids; size: the whole vocabulary. Returns 0-dim.
     """
     if current().size(axis) == 1:
-        return F.cross_entropy(_at_least_fp32(logits), target, reduction="sum", ignore_index=ignore_index)
-    loss: Tensor = _CrossEntropy.apply(logits, target, size, axis, ignore_index)  # type: ignore[no-untyped-call]
-    return loss
+        return F.cross_entropy(logits, target, reduction="sum", ignore_index=ignore_index)
+    return _CrossEntropy.apply(logits, target, size, axis, ignore_index)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _CrossEntropy(torch.autograd.Function):
     """Three small all-reduces forward (maximum, sum, target logit), none backward.
 
-    Saves the logits as they came and one log-sum-exp a row, not the probabilities.
+    Saves the logits and one log-sum-exp a row, not the probabilities.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, size: int, axis: str, ignore_index: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, target: Tensor, size: int, axis: str, ignore_index: int) -> Tensor:
         group = current().group(axis)
         start, stop = chunk_range(size, current().size(axis), current().rank(axis))
-        x = _at_least_fp32(logits)
         top = x.amax(-1) if stop > start else x.new_full(target.shape, -torch.inf)
         dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
         here = (target >= start) & (target < stop)
@@ -61,18 +59,13 @@ class _CrossEntropy(torch.autograd.Function):
         dist.all_reduce(sums, group=group)
         log_sum_exp = sums[0].log() + top
         valid = target != ignore_index
-        ctx.save_for_backward(logits, log_sum_exp, column, here & valid, valid)
+        ctx.save_for_backward(x, log_sum_exp, column, here & valid, valid)
         return (log_sum_exp - sums[1]).masked_fill(~valid, 0).sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, log_sum_exp, column, here, valid = ctx.saved_tensors
-        grad = (_at_least_fp32(logits) - log_sum_exp.unsqueeze(-1)).exp_()
+        grad = (logits - log_sum_exp.unsqueeze(-1)).exp_()
         if grad.shape[-1]:
             grad.scatter_add_(-1, column.unsqueeze(-1), -here.to(grad.dtype).unsqueeze(-1))
-        grad = grad.mul_(grads[0]).masked_fill_(~valid.unsqueeze(-1), 0)
-        return grad.to(logits.dtype), None, None, None, None
-
-
-def _at_least_fp32(x: Tensor) -> Tensor:
-    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+        return grad.mul_(grads[0]).masked_fill_(~valid.unsqueeze(-1), 0), None, None, None, None

@@ -40,11 +40,6 @@ class Mesh:
     def group(self, axis: str) -> dist.ProcessGroup:
         return self.axes[axis].get_group()
 
-    @property
-    def fully_shard_mesh(self) -> DeviceMesh:
-        """What `fully_shard` takes: 1-D (shard), or 2-D (replicate, shard)."""
-        return self.root["replicate", "shard"] if self.root["replicate"].size() > 1 else self.root["shard"]
-
 
 _current: Mesh | None = None
 

@@ -31,7 +31,8 @@ class Optimizer:
         named = {n for names, _ in groups for n in names}
         layout = [*groups, ([n for n in parameters if n not in named], {})]
         param_groups = [
-            {"params": [(n, self._parts[n]) for n in names if n in parameters], **options} for names, options in layout
+            {"params": [self._parts[n] for n in names if n in parameters and parameters[n].requires_grad], **own}
+            for names, own in layout
         ]
         self._optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(param_groups, **options)
 
@@ -113,7 +114,7 @@ class Tied:
             if len(stages) > 1:
                 group = _group_of_stages(stages, mesh)
                 own = [name for name in names if name in parameters]
-                self._copies += [(parameters[name], group) for name in own[:1]]
+                self._copies += [(parameters[name], group) for name in own[:1] if parameters[name].requires_grad]
                 self.aliases |= set(own[:1]) if mesh.rank("pp") != stages[0] else set()
 
     def sum_gradients(self) -> None:

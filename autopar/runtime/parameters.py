@@ -24,19 +24,17 @@ def chunk_range(size: int, parts: int, index: int) -> tuple[int, int]:
     return min(index * chunk, size), min((index + 1) * chunk, size)
 
 
-def parameter(
-    module: nn.Module, name: str, shape: Shape, shard: int | None = None, dtype: torch.dtype | None = None
-) -> None:
-    """Declare a parameter of global `shape`, sharded over tp on dim `shard` or replicated.
+def parameter(module: nn.Module, name: str, shape: Shape, shard: int | None = None, frozen: bool = False) -> None:
+    """Declare a parameter of global `shape`, sharded over tp on dim `shard` or replicated; `frozen`: not trained.
 
     Dots in `name` make plain containers. In bf16 programs the stored parameter is the fp32 master.
     """
     mesh = current()
-    value = torch.empty(shape, dtype=dtype or STORAGE_DTYPE[mesh.settings.precision], device="meta")
+    value = torch.empty(shape, dtype=STORAGE_DTYPE[mesh.settings.precision], device="meta")
     if mesh.size("tp") > 1:
         value = _distribute(value, Replicate() if shard is None else Shard(shard))
     owner, leaf = _owner(module, name)
-    owner.register_parameter(leaf, nn.Parameter(value))
+    owner.register_parameter(leaf, nn.Parameter(value, not frozen))
 
 
 def buffer(module: nn.Module, name: str, shape: Shape, dtype: torch.dtype) -> None:
@@ -45,12 +43,12 @@ def buffer(module: nn.Module, name: str, shape: Shape, dtype: torch.dtype) -> No
     owner.register_buffer(leaf, torch.empty(shape, dtype=dtype, device="meta"), persistent=False)
 
 
-def tie(module: nn.Module, alias: str, original: str, shape: Shape, shard: int | None = None) -> None:
-    """Make `alias` the same parameter as `original` where this stage has it, else a copy kept equal."""
-    tied = dict(module.named_parameters(remove_duplicate=False)).get(original)
+def tie(module: nn.Module, name: str, other: str, shape: Shape, shard: int | None = None, frozen: bool = False) -> None:
+    """Make `name` the same parameter as `other`, declared before where this stage has it, else a copy kept equal."""
+    tied = dict(module.named_parameters(remove_duplicate=False)).get(other)
     if tied is None:
-        return parameter(module, alias, shape, shard)
-    owner, leaf = _owner(module, alias)
+        return parameter(module, name, shape, shard, frozen)
+    owner, leaf = _owner(module, name)
     owner.register_parameter(leaf, tied)
 
 

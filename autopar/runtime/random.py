@@ -34,26 +34,16 @@ def dropout(x: Tensor, p: float, training: bool, shards: tuple[str, ...] = ()) -
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    training: bool = True,
-    shards: tuple[str, ...] = (),
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, training: bool, shards: tuple[str, ...] = (), **options: Any
 ) -> Tensor:
-    """F.scaled_dot_product_attention, its dropout seeded as that of `dropout`."""
-    options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    """F.scaled_dot_product_attention with its other options, its dropout seeded as that of `dropout`."""
     if dropout_p == 0 or not training:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask, 0.0, **options)
+        return F.scaled_dot_product_attention(q, k, v, **options)
     seed = _draw_seed(shards)
     devices = [q.device] if q.device.type != "cpu" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, **options)
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, **options)
 
 
 def _draw_seed(shards: tuple[str, ...]) -> int:

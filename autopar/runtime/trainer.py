@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +16,7 @@ from . import checkpoint
 from .data_parallel import distribute
 from .mesh import init_mesh
 from .optimizer import Optimizer, Tied, clip_gradients, square_sum
+from .parameters import Shape, Value, materialise, parameter
 from .pipeline import Batch, make_run
 from .random import seed_generators
 from .settings import Settings
@@ -58,8 +59,9 @@ class Trainer:
         self.names = Names(dict(program.TIED), getattr(program, "PARTS", {}))
         self.model: nn.Module = program.Model(self.mesh.rank("pp")).train()
         values = checkpoint.resumed_values(saved, self.names, folder) if saved else read_weights(weights, folder, seed)
-        self.data_parallel = distribute(self.model, program.LAYERS, self.names.value(values), self.mesh)
-        self.parameters = dict(self.model.named_parameters())
+        value = self.names.value(values)
+        self.data_parallel = distribute(self.model, program.LAYERS, value, self.mesh)
+        self.parameters = dict(self.model.named_parameters()) | self._unused(getattr(program, "UNUSED", ()), value)
         self.tied = Tied(program.TIED, self.parameters, self.mesh)
         options = settings.optimizer_kwargs | ({} if lr is None else {"lr": lr})
         groups = getattr(program, "PARAMETER_GROUPS", ())
@@ -70,7 +72,11 @@ class Trainer:
             self.steps = checkpoint.load(saved, self.parameters, self.optimizer, self.names)
 
     def step(self, batch: Batch) -> StepResult:
-        """Train on this replica's samples of one global batch: [global_batch / dp, ...] a tensor."""
+        """Train on this replica's samples of one global batch: [global_batch / dp, ...] a tensor.
+
+        Raises ValueError where the batch has other sizes than those planned.
+        """
+        self._check_sizes(batch)
         self.optimizer.zero_grad()
         self.model._count = self._count(batch)
         loss = self._run(batch)
@@ -101,12 +107,30 @@ class Trainer:
     def _whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return self.names.join({self.names.original(name): checkpoint.full(t) for name, t in tensors.items()})
 
+    def _unused(self, shapes: Sequence[tuple[str, Shape]], value: Value) -> dict[str, nn.Parameter]:
+        """Parameters of the original model that the loss never reads: the first stage keeps them, to be saved."""
+        kept = nn.Module()
+        for name, shape in shapes if self.mesh.rank("pp") == 0 else ():
+            parameter(kept, name, shape, frozen=True)
+        materialise(kept, "", value)
+        return dict(kept.named_parameters())
+
+    def _check_sizes(self, batch: Batch) -> None:
+        planned = self.settings
+        samples, length = planned.global_batch // planned.dp, planned.sequence
+        lengths = [x.shape[1] for x in batch.values() if x.dim() == 2 and not x.is_floating_point()]
+        other_length = planned.vocabulary is not None and max(lengths, default=length) != length
+        if other_length or any(x.shape[:1] != (samples,) for x in batch.values()):
+            shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in batch.items())
+            asked = f"{samples} samples (global_batch={planned.global_batch} / dp={planned.dp}) of {length} tokens"
+            raise ValueError(f"the batch is {shapes}; this program was planned for {asked}: plan again for others")
+
     def _count(self, batch: Batch) -> Tensor:
         """Loss terms of the whole global batch."""
         wanted = inspect.signature(self._count_targets).parameters
         count: Tensor = self._count_targets(**{name: batch[name] for name in wanted})
         if self.mesh.size("dp") > 1:
-            dist.all_reduce(count := count.clone(), group=self.mesh.group("dp"))
+            dist.all_reduce(count, group=self.mesh.group("dp"))
         return count
 
     def _totals(self, loss: Tensor) -> StepResult:

@@ -184,6 +184,7 @@ def _model(
                 return x
             h = F.layer_norm(x, (D,), local(self.ln_f.weight), local(self.ln_f.bias))
             logits = F.linear(copy_to(h, axis="tp"), local(self.lm_head.weight))
+            logits = logits.float() if settings.precision == "bf16" else logits
             loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), vocabulary, "tp")
             return loss / self._count
 

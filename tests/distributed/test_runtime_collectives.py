@@ -147,18 +147,3 @@ def test_vocabulary_parallel_embedding_and_loss(tp: int, vocabulary: int) -> Non
             torch.testing.assert_close(part.grad, full.grad[:, own])
 
     run_ranks(tp, rank_main)
-
-
-def test_loss_of_16_bit_logits_is_computed_in_32() -> None:
-    logits, target = noise(0, (6, 8)).bfloat16(), torch.arange(6)
-
-    def rank_main(rank: int) -> None:
-        init_mesh(make_settings(tp=2), "cpu")
-        part = logits.chunk(2, 1)[rank].clone().requires_grad_()
-        loss = cross_entropy(part, target, 8, "tp")
-        assert loss.dtype is torch.float32
-        torch.testing.assert_close(loss, F.cross_entropy(logits.float(), target, reduction="sum"))
-        loss.backward()
-        assert part.grad is not None and part.grad.dtype is torch.bfloat16
-
-    run_ranks(2, rank_main)

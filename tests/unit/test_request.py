@@ -104,6 +104,25 @@ def test_parameter_groups_keep_their_names() -> None:
     )
 
 
+def test_the_options_of_one_group_are_the_optimizer_s() -> None:
+    model = Net()
+    groups = [{"params": list(model.parameters()), "weight_decay": 0.0}]
+    assert read_optimizer(model, torch.optim.AdamW(groups, weight_decay=0.1)) == Optimizer(
+        "AdamW", {"weight_decay": 0.0}
+    )
+    named = torch.optim.AdamW(model.named_parameters(), lr=1e-4)
+    assert read_optimizer(model, named) == Optimizer("AdamW", {"lr": 1e-4})
+
+
+def test_parameters_left_out_of_the_optimizer_must_be_frozen() -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW([*model.first.parameters(), model.second.weight], lr=1e-4)
+    with pytest.raises(PlanError, match=r"second.bias would be trained .* freeze them, requires_grad_\(False\), or"):
+        read_optimizer(model, optimizer)
+    model.second.requires_grad_(False)
+    assert read_optimizer(model, optimizer) == Optimizer("AdamW", {"lr": 1e-4})
+
+
 def test_with_loss_changes_the_forward_alone() -> None:
     model = Net()
     trained = with_loss(
