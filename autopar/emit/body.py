@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import keyword
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,10 +10,11 @@ import torch
 from torch import fx
 
 from ..ir.graph import B, Block, NodeInfo, Role, S, info, node_inputs, op_name
-from ..ir.ops import COLLECTIVES, is_collective
+from ..ir.ops import is_collective
 from ..placement import Kind
 from ..rules import rule_of
 from .expressions import expression
+from .names import value_name
 from .text import Text
 
 aten = torch.ops.aten
@@ -28,11 +27,6 @@ _NAMED_FOR_MODULE = {
 _NAMED_FOR_OP = {
     aten.cross_entropy_loss.default: "loss", aten.cos.default: "cos", aten.sin.default: "sin",
     aten.arange.default: "positions",
-}  # fmt: skip
-# Names that lines use for other things.
-_RESERVED = {
-    "b", "s", "device", "self", "torch", "F", "nn", "received", "checkpoint", "embedding", "cross_entropy",
-    "dropout", "attention", "local", "summed", *COLLECTIVES,
 }  # fmt: skip
 _NOTE = {Kind.REPLICATE: "Replicate", Kind.GRAD_PARTIAL: "Replicate, grad Partial", Kind.PARTIAL: "Partial"}
 _BACKWARD = {
@@ -106,7 +100,7 @@ class Body:
         """`b` and `s`, where shapes need them, from the first value that has both."""
         used = set()
         for node in self.block.ops:
-            for argument in node.args:
+            for argument in (*node.args, *node.kwargs.values()):
                 used |= _symbols(argument)
         if not used & {B, S}:
             return
@@ -148,10 +142,6 @@ class Body:
         return max(inside, key=lambda n: len(self._text(n).source), default=None)
 
     def _text(self, node: fx.Node) -> Text:
-        if _is_bias_add(node) and node_inputs(node)[0] in self.folded:
-            product, bias = node_inputs(node)
-            source, weight = (self._operand(n).source for n in node_inputs(product))
-            return Text(f"F.linear({source}, {weight}, {self._operand(bias).source})")
         imports: set[str] = set()
 
         def render(operand: Any) -> Text:
@@ -159,7 +149,12 @@ class Body:
             imports.update(text.imports)
             return text
 
-        text = expression(node, render, self._device(), "self.training")
+        if _is_bias_add(node) and node_inputs(node)[0] in self.folded:
+            product, bias = node_inputs(node)
+            given = [render(operand).source for operand in (*node_inputs(product), bias)]
+            text = Text(f"F.linear({', '.join(given)})")
+        else:
+            text = expression(node, render, self._device(), "self.training")
         return Text(text.source, text.precedence, text.imports | imports)
 
     def _operand(self, node: fx.Node) -> Text:
@@ -208,15 +203,7 @@ class Body:
 
     def _free(self, base: str, node: fx.Node) -> str:
         """The base, or with a number where another live value has it."""
-        base = re.sub(r"\W", "_", base) or "value"
-        if keyword.iskeyword(base) or base[0].isdigit():
-            base = f"{base}_" if keyword.iskeyword(base) else f"v{base}"
-        live = {name for other, name in self.names.items() if self.last_use(other) > self.order[node]} | _RESERVED
-        number, name = 1, base
-        while name in live:
-            number += 1
-            name = f"{base}_{number}"
-        return name
+        return value_name(base, {name for other, name in self.names.items() if self.last_use(other) > self.order[node]})
 
     # comments
 
@@ -252,11 +239,13 @@ def _is_postfix(node: fx.Node) -> bool:
 
 
 def _is_bias_add(node: fx.Node) -> bool:
-    """linear(x, w) + bias, a parameter."""
+    """linear(x, w) + bias, a parameter of the width of its result."""
     if node.target is not aten.add.Tensor or node.kwargs or len(node_inputs(node)) != 2:
         return False
     product, bias = node_inputs(node)
-    return product.target is aten.linear.default and info(bias).role is Role.PARAMETER
+    if product.target is not aten.linear.default or info(bias).role is not Role.PARAMETER:
+        return False
+    return len(node_inputs(product)) == 2 and info(bias).shape == info(product).shape[-1:]
 
 
 def _short(module: str) -> str:

@@ -1,20 +1,22 @@
 """aten ops as the Python that a person would write: one line an op.
 
-Each writer takes the node's arguments as text, with the precedence of the outermost operator so that
-parentheses stand only where they are needed.
+A writer takes the arguments of an op, by the names of its schema, that are not at their defaults. What it does
+not take it cannot lose: an op with an argument left over is written as the call of the aten op itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from ..ir.graph import info, node_inputs
-from .text import ATOM, PRODUCT, SUM, UNARY, Render, Text, literal, size_text
+from ..errors import PlanError
+from ..ir.graph import arguments, info, node_inputs
+from ..ir.ops import is_collective
+from .op import Op
+from .text import COMPARISON, PRODUCT, SUM, UNARY, Render, Text, literal, size_text
 
 aten = torch.ops.aten
 _LAST = 9223372036854775807
@@ -22,84 +24,42 @@ _LAST = 9223372036854775807
 
 def expression(node: fx.Node, render: Render, device: str, training: str) -> Text:
     """The source of one op. `render` gives the text of an operand, `device` that of the block's device."""
-    context = _Context(node, render, device, training)
-    writer = _WRITERS.get(node.target, _fallback)
-    return writer(context)
+    if is_collective(node.target):
+        return _collective(node, render)
+    op = Op(node, render, device, training)
+    text = _WRITERS.get(node.target, _fallback)(op)
+    if op.left:
+        op = Op(node, render, device, training)
+        text = _fallback(op)
+    assert not op.left, f"{node.format_node()}: {op.left} would be lost"
+    return text
 
 
-@dataclass(frozen=True)
-class _Context:
-    node: fx.Node
-    render: Render
-    device: str
-    training: str
-
-    def operand(self, position: int, precedence: int = ATOM) -> str:
-        argument = self.node.args[position]
-        return self.render(argument).at(precedence) if isinstance(argument, fx.Node) else literal(argument)
-
-    def argument(self, position: int, name: str, default: Any = None) -> Any:
-        if len(self.node.args) > position:
-            return self.node.args[position]
-        return self.node.kwargs.get(name, default)
-
-    def show(self, value: Any) -> str:
-        if isinstance(value, fx.Node):
-            return self.render(value).source
-        if isinstance(value, list | tuple):
-            inner = ", ".join(self.show(v) for v in value)
-            return f"({inner},)" if len(value) == 1 else f"({inner})"
-        return literal(value)
-
-    @property
-    def shards(self) -> str:
-        """What `runtime.random` needs to give each shard of the result its own randomness."""
-        return ', shards=("tp",)' if info(self.node).placement.is_shard else ""
-
-
-_Writer = Callable[[_Context], Text]
+_Writer = Callable[[Op], Text]
 
 
 def _infix(symbol: str, precedence: int) -> _Writer:
-    def write(c: _Context) -> Text:
-        if c.node.kwargs:
-            return _fallback(c)
-        # The right operand binds tighter: a - (b + c).
-        return Text(f"{c.operand(0, precedence)} {symbol} {c.operand(1, precedence + 1)}", precedence)
+    # The right operand binds tighter: a - (b + c); comparisons do not chain.
+    left = SUM if precedence == COMPARISON else precedence
+    return lambda op: Text(f"{op.operand(0, left)} {symbol} {op.operand(1, precedence + 1)}", precedence)
 
-    return write
+
+def _prefix(symbol: str) -> _Writer:
+    return lambda op: Text(f"{symbol}{op.operand(0, UNARY)}", UNARY)
 
 
 def _method(name: str) -> _Writer:
-    def write(c: _Context) -> Text:
-        rest = ", ".join(c.show(a) for a in c.node.args[1:])
-        return Text(f"{c.operand(0)}.{name}({rest})")
-
-    return write
+    return lambda op: Text(f"{op.operand(0)}.{name}({op.rest()})")
 
 
 def _function(name: str) -> _Writer:
-    def write(c: _Context) -> Text:
-        given = [c.show(a) for a in c.node.args] + [f"{k}={c.show(v)}" for k, v in c.node.kwargs.items()]
-        return Text(f"{name}({', '.join(given)})")
-
-    return write
+    return lambda op: Text(f"{name}({op.rest()})")
 
 
 def _sizes(name: str) -> _Writer:
-    def write(c: _Context) -> Text:
-        sizes: Any = c.node.args[1]
-        return Text(f"{c.operand(0)}.{name}({', '.join(c.show(n) for n in sizes)})")
-
-    return write
-
-
-def _factory(name: str) -> _Writer:
-    def write(c: _Context) -> Text:
-        given = [c.show(a) for a in c.node.args]
-        dtype = c.node.kwargs.get("dtype")
-        kinds = [f"dtype={dtype}"] if dtype is not None else []
-        return Text(f"{name}({', '.join([*given, *kinds, f'device={c.device}'])})")
+    def write(op: Op) -> Text:
+        source, sizes = op.operand(0), op.take(op.schema[1].name)
+        return Text(f"{source}.{name}({', '.join(op.show(n) for n in sizes)})")
 
     return write
 
@@ -107,129 +67,117 @@ def _factory(name: str) -> _Writer:
 def _new(fill: str) -> _Writer:
     """new_ones, new_zeros, new_full: the dtype is the node's."""
 
-    def write(c: _Context) -> Text:
-        dtype = info(c.node).dtype
-        given = ", ".join(c.show(a) for a in c.node.args[1:])
-        return Text(f"torch.{fill}({given}, dtype={dtype}, device={c.device})")
+    def write(op: Op) -> Text:
+        op.take("self")
+        op.take("dtype")
+        return Text(f"torch.{fill}({op.rest()}, dtype={info(op.node).dtype}, device={op.device})")
 
     return write
 
 
-def _neg(c: _Context) -> Text:
-    return Text(f"-{c.operand(0, UNARY)}", UNARY)
+def _invert(op: Op) -> Text:
+    return _prefix("~")(op) if info(op.node).dtype == torch.bool else _fallback(op)
 
 
-def _pow(c: _Context) -> Text:
-    return Text(f"{c.operand(0)}.pow({c.show(c.node.args[1])})")
-
-
-def _slice(c: _Context) -> Text:
-    rank = len(info(node_inputs(c.node)[0]).shape)
-    dim = int(c.argument(1, "dim", 0)) % rank
-    start, end = c.argument(2, "start", 0), c.argument(3, "end", _LAST)
-    step = c.argument(4, "step", 1)
+def _slice(op: Op) -> Text:
+    source, rank = op.operand(0), len(info(node_inputs(op.node)[0]).shape)
+    dim = int(op.take("dim", 0)) % rank
+    start, end, step = op.take("start"), op.take("end"), op.take("step", 1)
     first = "" if start in (None, 0) else literal(start)
     last = "" if end is None or end == _LAST else literal(end)
-    spread = f"{first}:{last}" + (f":{step}" if step != 1 else "")
+    spread = f"{first}:{last}" + (f":{literal(step)}" if step != 1 else "")
     before = "..., " if dim == rank - 1 and rank > 1 else ":, " * dim
-    return Text(f"{c.operand(0)}[{before}{spread}]")
+    return Text(f"{source}[{before}{spread}]")
 
 
-def _select(c: _Context) -> Text:
-    rank = len(info(node_inputs(c.node)[0]).shape)
-    dim = int(c.argument(1, "dim", 0)) % rank
-    return Text(f"{c.operand(0)}[{':, ' * dim}{literal(c.argument(2, 'index'))}]")
+def _select(op: Op) -> Text:
+    source, rank = op.operand(0), len(info(node_inputs(op.node)[0]).shape)
+    dim = int(op.take("dim")) % rank
+    return Text(f"{source}[{':, ' * dim}{op.shown('index')}]")
 
 
-def _cat(c: _Context) -> Text:
-    return Text(f"torch.cat({c.show(c.node.args[0])}, dim={c.argument(1, 'dim', 0)})")
+def _cat(op: Op) -> Text:
+    return Text(f"torch.cat({op.shown('tensors')}, dim={op.take('dim', 0)})")
 
 
-def _norm(name: str) -> _Writer:
-    def write(c: _Context) -> Text:
-        given = [c.show(a) for a in c.node.args[:2]]
-        weight, bias, eps = c.argument(2, "weight"), None, c.argument(3, "eps")
-        if name == "layer_norm":
-            bias, eps = c.argument(3, "bias"), c.argument(4, "eps", 1e-5)
-        given += [f"{k}={c.show(v)}" for k, v in (("weight", weight), ("bias", bias)) if v is not None]
-        given += [f"eps={eps}"] if eps is not None else []
+def _norm(name: str, eps: float | None) -> _Writer:
+    def write(op: Op) -> Text:
+        given = [op.shown("input"), op.shown("normalized_shape")]
+        given += [f"{k}={op.shown(k)}" for k in ("weight", "bias") if k in op.left]
+        value = op.take("eps", eps)
+        given += [f"eps={value}"] if value is not None else []
         return Text(f"F.{name}({', '.join(given)})")
 
     return write
 
 
-def _attention(c: _Context) -> Text:
-    options = {
-        "attn_mask": c.argument(3, "attn_mask"),
-        "dropout_p": c.argument(4, "dropout_p", 0.0),
-        "is_causal": c.argument(5, "is_causal", False),
-        "scale": c.node.kwargs.get("scale"),
-        "enable_gqa": c.node.kwargs.get("enable_gqa", False),
-    }
-    qkv = ", ".join(c.show(a) for a in c.node.args[:3])
-    given = "".join(f", {k}={c.show(v)}" for k, v in options.items() if v is not None and v != 0.0 and v is not False)
-    if options["dropout_p"]:
-        return Text(
-            f"attention({qkv}{given}, training={c.training}{c.shards})", imports=frozenset({"random.attention"})
-        )
+def _attention(op: Op) -> Text:
+    qkv = ", ".join(op.shown(name) for name in ("query", "key", "value"))
+    random = bool(op.given.get("dropout_p"))
+    names = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+    given = "".join(f", {name}={op.shown(name)}" for name in names if name in op.left)
+    if random:
+        text = f"attention({qkv}{given}, training={op.training}{op.shards})"
+        return Text(text, imports=frozenset({"random.attention"}))
     return Text(f"F.scaled_dot_product_attention({qkv}{given})")
 
 
-def _dropout(c: _Context) -> Text:
-    text = f"dropout({c.show(c.node.args[0])}, {c.node.args[1]}, {c.training}{c.shards})"
-    return Text(text, imports=frozenset({"random.dropout"}))
+def _dropout(op: Op) -> Text:
+    source, p = op.shown("input"), op.shown("p")
+    training = op.training if op.take("train") else "False"
+    return Text(f"dropout({source}, {p}, {training}{op.shards})", imports=frozenset({"random.dropout"}))
 
 
-def _embedding(c: _Context) -> Text:
-    weight, ids = (c.show(a) for a in c.node.args[:2])
-    padding_idx = c.argument(2, "padding_idx", -1)
-    options = f", padding_idx={padding_idx}" if padding_idx != -1 else ""
-    options += ", scale_grad_by_freq=True" if c.argument(3, "scale_grad_by_freq", False) else ""
-    strategy = info(c.node).strategy
-    if strategy is not None and strategy.inputs[0].is_shard and strategy.inputs[0].dim == 0:
-        size = size_text(info(node_inputs(c.node)[0]).shape[0])
-        text = f'embedding({ids}, {weight}, size={size}, axis="tp"{options})'
+def _embedding(op: Op) -> Text:
+    weight, ids = op.shown("weight"), op.shown("indices")
+    padding = f", padding_idx={op.shown('padding_idx')}" if "padding_idx" in op.left else ""
+    if op.splits(0, 0):
+        if op.left:
+            raise PlanError(
+                f"{', '.join(op.left)} of the embedding {info(op.node).module} ({info(op.node).source}) is not "
+                "supported with its rows over tp: leave it out, or use tp=1"
+            )
+        rows = size_text(info(node_inputs(op.node)[0]).shape[0])
+        text = f'embedding({ids}, {weight}, size={rows}, axis="tp"{padding})'
         return Text(text, imports=frozenset({"loss.embedding"}))
-    return Text(f"F.embedding({ids}, {weight}{options})")
+    scale = ", scale_grad_by_freq=True" if op.take("scale_grad_by_freq") else ""
+    return Text(f"F.embedding({ids}, {weight}{padding}{scale})")
 
 
-def _cross_entropy(c: _Context) -> Text:
-    logits, target = (c.show(a) for a in c.node.args[:2])
-    ignore = c.argument(4, "ignore_index", -100)
-    ignored = f", ignore_index={ignore}" if ignore != -100 else ""
-    strategy = info(c.node).strategy
-    if strategy is not None and strategy.inputs[0].is_shard and strategy.inputs[0].dim == 1:
-        size = size_text(info(node_inputs(c.node)[0]).shape[1])
-        return Text(
-            f'cross_entropy({logits}, {target}, size={size}, axis="tp"{ignored})',
-            imports=frozenset({"loss.cross_entropy"}),
-        )
-    return Text(f'F.cross_entropy({logits}, {target}{ignored}, reduction="sum")')
+def _cross_entropy(op: Op) -> Text:
+    logits, target = op.shown("self"), op.shown("target")
+    ignored = f", ignore_index={op.shown('ignore_index')}" if "ignore_index" in op.left else ""
+    reduction = ("none", "mean", "sum")[op.take("reduction", 1)]
+    if op.splits(0, 1):
+        assert reduction == "sum" and not op.left, "normalize_loss refuses the others"
+        classes = size_text(info(node_inputs(op.node)[0]).shape[1])
+        text = f'cross_entropy({logits}, {target}, size={classes}, axis="tp"{ignored})'
+        return Text(text, imports=frozenset({"loss.cross_entropy"}))
+    shown = f', reduction="{reduction}"' if reduction != "mean" else ""
+    return Text(f"F.cross_entropy({logits}, {target}{ignored}{shown})")
 
 
-def _pad(c: _Context) -> Text:
-    mode, value = c.argument(2, "mode", "constant"), c.argument(3, "value")
-    if not isinstance(mode, str):
-        mode, value = "constant", mode
-    extra = (f', mode="{mode}"' if mode != "constant" else "") + (f", value={value:g}" if value else "")
-    return Text(f"F.pad({c.show(c.node.args[0])}, {c.show(c.node.args[1])}{extra})")
+def _pad(op: Op) -> Text:
+    source, pad, value = op.shown("self"), op.shown("pad"), op.take("value")
+    mode = f", mode={op.shown('mode')}" if "mode" in op.left else ""
+    whole = isinstance(value, float) and value.is_integer()
+    shown = f", value={int(value) if whole else literal(value)}" if value else ""
+    return Text(f"F.pad({source}, {pad}{mode}{shown})")
 
 
-def _collective(c: _Context) -> Text:
-    name = c.node.target.__name__  # type: ignore[union-attr]
+def _collective(node: fx.Node, render: Render) -> Text:
+    name = node.target.__name__  # type: ignore[union-attr]
     keys = {"all_to_all": ("from_dim", "to_dim")}.get(name, ("dim",))
-    dims = "".join(f", {k}={d}" for k, d in zip(keys, c.node.args[1:], strict=False))
-    text = f'{name}({c.show(c.node.args[0])}{dims}, axis="{c.node.kwargs["axis"]}")'
+    value, *dims = arguments(node)
+    shown = "".join(f", {k}={d}" for k, d in zip(keys[: len(dims)], dims, strict=True))
+    text = f'{name}({render(value).source}{shown}, axis="{node.kwargs["axis"]}")'
     return Text(text, imports=frozenset({f"collectives.{name}"}))
 
 
-def _fallback(c: _Context) -> Text:
-    target: Any = c.node.target
-    if not hasattr(target, "overloadpacket"):
-        return _collective(c)
-    name = f"torch.ops.aten.{target.overloadpacket.__name__}.{target._overloadname}"
-    given = [c.show(a) for a in c.node.args] + [f"{k}={c.show(v)}" for k, v in c.node.kwargs.items()]
-    return Text(f"{name}({', '.join(given)})")
+def _fallback(op: Op) -> Text:
+    target: Any = op.node.target
+    name = f"torch.ops.{target.namespace}.{target.overloadpacket.__name__}.{target._overloadname}"
+    return Text(f"{name}({op.rest()})")
 
 
 _WRITERS: dict[Any, _Writer] = {
@@ -241,10 +189,12 @@ _WRITERS: dict[Any, _Writer] = {
     aten.sub.Tensor: _infix("-", SUM),
     aten.mul.Tensor: _infix("*", PRODUCT),
     aten.div.Tensor: _infix("/", PRODUCT),
-    aten.neg.default: _neg,
-    aten.alias.default: lambda c: c.render(c.node.args[0]),
+    aten.neg.default: _prefix("-"),
+    aten.alias.default: lambda op: op.render(op.take("self")),
     aten.clone.default: _method("clone"),
-    aten.pow.Tensor_Scalar: _pow,
+    aten.pow.Tensor_Scalar: _method("pow"),
+    aten.bitwise_not.default: _invert,
+    aten.masked_fill.Scalar: _method("masked_fill"),
     aten.to.dtype: _method("to"),
     aten.reshape.default: _sizes("reshape"),
     aten.expand.default: _sizes("expand"),
@@ -257,8 +207,8 @@ _WRITERS: dict[Any, _Writer] = {
     aten.select.int: _select,
     aten.cat.default: _cat,
     aten.pad.default: _pad,
-    aten.layer_norm.default: _norm("layer_norm"),
-    aten.rms_norm.default: _norm("rms_norm"),
+    aten.layer_norm.default: _norm("layer_norm", eps=1e-5),
+    aten.rms_norm.default: _norm("rms_norm", eps=None),
     aten.scaled_dot_product_attention.default: _attention,
     aten.dropout.default: _dropout,
     aten.embedding.default: _embedding,
@@ -276,7 +226,7 @@ _WRITERS: dict[Any, _Writer] = {
     aten.sum.dim_IntList: _method("sum"),
     aten.mean.dim: _method("mean"),
     **{
-        op: _infix(symbol, 0)
+        op: _infix(symbol, COMPARISON)
         for symbol, op in (
             ("==", aten.eq.Scalar), ("!=", aten.ne.Scalar), ("<", aten.lt.Scalar), ("<=", aten.le.Scalar),
             (">", aten.gt.Scalar), (">=", aten.ge.Scalar), ("==", aten.eq.Tensor), ("!=", aten.ne.Tensor),
@@ -284,11 +234,14 @@ _WRITERS: dict[Any, _Writer] = {
         )
     },
     aten.where.self: _function("torch.where"),
-    aten.arange.default: _factory("torch.arange"),
-    aten.arange.start: _factory("torch.arange"),
-    aten.zeros.default: _factory("torch.zeros"),
-    aten.ones.default: _factory("torch.ones"),
-    aten.full.default: _factory("torch.full"),
+    aten.arange.default: _function("torch.arange"),
+    aten.arange.start: _function("torch.arange"),
+    aten.arange.start_step: _function("torch.arange"),
+    aten.linspace.default: _function("torch.linspace"),
+    aten.eye.default: _function("torch.eye"),
+    aten.zeros.default: _function("torch.zeros"),
+    aten.ones.default: _function("torch.ones"),
+    aten.full.default: _function("torch.full"),
     aten.new_ones.default: _new("ones"),
     aten.new_zeros.default: _new("zeros"),
     aten.new_full.default: _new("full"),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ..ir.graph import Block, Call, Role
 from .emission import Emission
+from .names import class_name
 
 
 def layer_class(e: Emission, block: Block) -> str:
@@ -18,7 +19,7 @@ def layer_class(e: Emission, block: Block) -> str:
     recomputed = any(e.program.layer_calls[i].block == block.name for i in e.program.recompute)
     parameters = [e.declare(n) for n in block.placeholders(Role.PARAMETER, Role.BUFFER)]
     lines = [
-        f"class {block.name}(nn.Module):",
+        f"class {class_name(block.name, e.program)}(nn.Module):",
         f'    """{_count_text(calls)}{_layout(e, calls)}."""',
         "",
         f"    def __init__(self{', recompute' if recomputed else ''}):",
@@ -54,6 +55,6 @@ def _layout(e: Emission, calls: Sequence[Call]) -> str:
 
 
 def _count_text(calls: Sequence[Call]) -> str:
-    if len(calls) == 1:
-        return calls[0].path
-    return f"{len(calls)} layers: {calls[0].path} … {calls[-1].path}"
+    paths = list(dict.fromkeys(call.path for call in calls))
+    layers = paths[0] if len(paths) == 1 else f"{len(paths)} layers: {paths[0]} … {paths[-1]}"
+    return layers if len(paths) == len(calls) else f"{layers}, {len(calls)} uses"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from ..ir.graph import EPILOGUE, PROLOGUE, TABLES, B, Block, Role, S, info
+from ..ir.graph import EPILOGUE, PROLOGUE, TABLES, B, Block, Call, Role, S, info
 from .emission import Emission, tuple_text
+from .names import class_name, loop_name
 from .text import size_text
 
 
@@ -69,11 +70,12 @@ def _layer_new(e: Emission, index: str) -> str:
     again = {blocks[i] for i in e.program.recompute}
 
     def new(block: str) -> str:
-        return f"{block}({f'{index} in RECOMPUTE' if block in again else ''})"
+        flag = f"{index} in RECOMPUTE" if block in again else ""
+        return f"{class_name(block, e.program)}({flag})"
 
     if len(set(blocks)) == 1:
         return new(blocks[0])
-    first = ", ".join(blocks)
+    first = ", ".join(class_name(block, e.program) for block in blocks)
     flag = f"{index} in RECOMPUTE" if again else ""
     return f"({first})[{index}]({flag})"
 
@@ -81,7 +83,7 @@ def _layer_new(e: Emission, index: str) -> str:
 def _forward(e: Emission) -> list[str]:
     names, blocks = e.names, e.program.blocks
     inputs = ", ".join(e.program.inputs)
-    lines = [f"    def forward(self, *received, {inputs}):"]
+    lines = [f"    def forward(self, *{loop_name('received', e.program)}, {inputs}):"]
     if TABLES in blocks:
         lines += _make_tables(e, names)
     lines += _first_values(e, names)
@@ -90,7 +92,7 @@ def _forward(e: Emission) -> list[str]:
     if EPILOGUE in blocks:
         lines += [
             "        if self._last:",
-            f"            return self._epilogue({_arguments(e, EPILOGUE, names)})",
+            f"            return self._epilogue({_arguments(e, e.program.call_of(EPILOGUE), names)})",
         ]
     lines += _return_sent(e)
     return lines
@@ -111,7 +113,7 @@ def _make_tables(e: Emission, names: dict[str, str]) -> list[str]:
     """The call of `_tables`, which takes the sizes of the batch where it reads no input."""
     given = ", ".join(names[v] for v in e.program.call_of(TABLES).outputs)
     if arguments := e.tables_arguments():
-        return [f"        {given} = self._tables({', '.join(arguments.values())})"]
+        return [f"        {given} = self._tables({', '.join(info(n).ref for n in arguments)})"]
     name, tensor = max(e.program.inputs.items(), key=lambda item: len({B, S} & set(item[1].shape)))
     sizes = [f"{name}.shape[{tensor.shape.index(symbol)}]" if symbol in tensor.shape else "None" for symbol in (B, S)]
     return [f"        {given} = self._tables({', '.join(sizes)}, {name}.device)"]
@@ -123,48 +125,54 @@ def _first_values(e: Emission, names: dict[str, str]) -> list[str]:
     if PROLOGUE in blocks:
         call = e.program.call_of(PROLOGUE)
         given = ", ".join(names[v] for v in call.outputs)
-        made = f"{given} = self._prologue({_arguments(e, PROLOGUE, names)})"
+        made = f"{given} = self._prologue({_arguments(e, call, names)})"
         if len(stages) == 1:
             return [f"        {made}"]
         lines += ["        if self._first:", f"            {made}"]
-    received = dict.fromkeys(", ".join(names[v] for v in stage.receives) for stage in stages[1:])
-    if len(received) == 1:
-        (values,) = received
-        lines += [
-            "        else:" if lines else "        if not self._first:",
-            f"            ({values},) = received",
-        ]
+    return lines + _receive(e, names)
+
+
+def _receive(e: Emission, names: dict[str, str]) -> list[str]:
+    """What stages but the first unpack; where they differ, by the layer they start at."""
+    local = loop_name("received", e.program)
+    values = {stage.start: ", ".join(names[v] for v in stage.receives) for stage in e.program.stages[1:]}
+    kinds = list(dict.fromkeys(values.values()))
+    if len(kinds) == 1:
+        otherwise = "else:" if PROLOGUE in e.program.blocks else "if not self._first:"
+        return [f"        {otherwise}", f"            ({kinds[0]},) = {local}"]
+    lines = []
+    for start, given in values.items():
+        lines += [f"        if self._start == {start}:", f"            ({given},) = {local}"]
     return lines
 
 
-def _arguments(e: Emission, block: str, names: dict[str, str]) -> str:
-    call = e.program.call_of(block)
+def _arguments(e: Emission, call: Call, names: dict[str, str]) -> str:
     values = [names[v] for v in call.inputs]
-    inputs = [info(n).ref for n in e.program.blocks[block].placeholders(Role.INPUT)]
+    inputs = [info(n).ref for n in e.program.blocks[call.block].placeholders(Role.INPUT)]
     return ", ".join([*values, *inputs])
 
 
 def _chain_loop(e: Emission, names: dict[str, str]) -> list[str]:
     call = e.program.layer_calls[0]
     given = ", ".join(names[v] for v in call.outputs)
-    path = _layer_path(e, "i")
+    layer, index = loop_name("layer", e.program), loop_name("i", e.program)
+    path = _layer_path(e, index)
     parent = e.lists()[0]
     regular = path.startswith('f"') and len(set(c.path for c in e.program.layer_calls)) == len(e.program.layer_calls)
     same = len({tuple(names[v] for v in c.inputs) for c in e.program.layer_calls}) == 1
     if regular and same:
-        loop, layer = f"for layer in self.{parent}.children():", "layer"
+        loop = f"for {layer} in self.{parent}.children():"
     else:
-        loop, layer = "for i in range(self._start, self._stop):", f"self.get_submodule({path})"
-    return [f"        {loop}", f"            {given} = {layer}({_arguments(e, call.block, names)})"]
+        loop, layer = f"for {index} in range(self._start, self._stop):", f"self.get_submodule({path})"
+    return [f"        {loop}", f"            {given} = {layer}({_arguments(e, call, names)})"]
 
 
 def _unrolled(e: Emission, names: dict[str, str]) -> list[str]:
     lines = []
     for i, call in enumerate(e.program.layer_calls):
         given = ", ".join(names[v] for v in call.outputs)
-        values = ", ".join(names[v] for v in call.inputs)
         lines.append(f"        if self._start <= {i} < self._stop:")
-        lines.append(f'            {given} = self.get_submodule("{call.path}")({values})')
+        lines.append(f'            {given} = self.get_submodule("{call.path}")({_arguments(e, call, names)})')
     return lines
 
 

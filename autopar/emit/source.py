@@ -8,10 +8,15 @@ from .constants import constants
 from .emission import Emission, Predicted
 from .layer_class import layer_class
 from .model_class import model_class
+from .names import argument_name, check_attributes
 
 
 def model_source(program: Program, plan: Plan, predicted: Predicted, header: str = "") -> str:
-    """The text of model.py; `header` (the plan table) goes into its docstring."""
+    """The text of model.py; `header` (the plan table) goes into its docstring.
+
+    PlanError where an attribute of the model has a name that the emitted classes use themselves.
+    """
+    check_attributes(program)
     e = Emission(program, plan, predicted)
     layers = [layer_class(e, program.blocks[name]) for name in dict.fromkeys(c.block for c in program.layer_calls)]
     code = "\n\n\n".join([*layers, model_class(e), _count_function(e)])
@@ -37,13 +42,16 @@ def _imports(e: Emission, code: str) -> str:
 
 def _count_function(e: Emission) -> str:
     block = e.program.blocks[COUNT]
-    names = {n: info(n).ref for n in block.placeholders(Role.INPUT)}
+    inputs = [info(n).ref for n in block.placeholders(Role.INPUT)]
+    names = {n: argument_name(info(n).ref) for n in block.placeholders(Role.INPUT)}
     body = e.body(block, names)
-    arguments = ", ".join(names.values())
+    arguments = ", ".join(inputs)
+    renamed = [f"    {argument_name(name)} = {name}" for name in inputs if argument_name(name) != name]
     return "\n".join(
         [
             f"def count_targets({arguments}):",
             '    """The number of terms in the loss of these samples."""',
+            *renamed,
             *(f"    {line}" for line in body.lines),
             f"    return {body.results[0]}",
         ]

@@ -1,0 +1,74 @@
+"""The names model.py uses itself, and how those of the user's model keep clear of them."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Container
+
+from ..errors import PlanError
+from ..ir.graph import Program, Role, info
+from ..ir.ops import COLLECTIVES
+
+_GLOBALS = frozenset({
+    "torch", "nn", "F", "checkpoint", "Settings", "Model", "count_targets",
+    "SETTINGS", "LAYERS", "TIED", "RECOMPUTE", "PARTS", "UNUSED", "PARAMETER_GROUPS",
+    "parameter", "buffer", "tie", "submodule", "local", "summed", "embedding", "cross_entropy", "dropout", "attention",
+    "range", "super", "staticmethod", "max", "min", "float", *COLLECTIVES,
+})  # fmt: skip
+_RESERVED = _GLOBALS | {"b", "s", "device", "self", "received", "layer", "i"}
+_OF_MODEL = (
+    "_count", "_first", "_last", "_start", "_stop", "_prologue", "_epilogue", "_tables", "between_stages",
+)  # fmt: skip
+_OF_RECOMPUTED_LAYER = ("_recompute", "_layer")
+_INSTEAD = {"embedding": "embedded", "attention": "attn", "cross_entropy": "loss"}
+
+
+def value_name(base: str, taken: Container[str]) -> str:
+    """An identifier for a value: the base, or with a number where the base is taken."""
+    base = _INSTEAD.get(base, re.sub(r"\W", "_", base) or "value")
+    if keyword.iskeyword(base):
+        base = f"{base}_"
+    return _unlike(f"v{base}" if base[0].isdigit() else base, _RESERVED, taken)
+
+
+def argument_name(name: str) -> str:
+    """What a method calls a keyword input of the model."""
+    return f"{name}_" if name in _RESERVED else name
+
+
+def class_name(block: str, program: Program) -> str:
+    """The Python class of a layer block."""
+    return block if block not in _GLOBALS else _unlike(f"{block}Layer", _GLOBALS, program.blocks)
+
+
+def loop_name(name: str, program: Program) -> str:
+    """A name of Model.forward's own (`received`, `layer`, `i`), whose arguments are the model's inputs."""
+    return _unlike(name, program.inputs)
+
+
+def check_attributes(program: Program) -> None:
+    """PlanError where the emitted classes would lose an attribute of the model to one of their own."""
+    for name in (*program.parameters, *program.buffers):
+        if name.partition(".")[0] in _OF_MODEL:
+            raise _clash(program, name, _OF_MODEL)
+    for layer in program.recompute:
+        call = program.layer_calls[layer]
+        for node in program.blocks[call.block].placeholders(Role.PARAMETER, Role.BUFFER):
+            if info(node).ref.partition(".")[0] in _OF_RECOMPUTED_LAYER:
+                raise _clash(program, call.full_name(info(node).ref), _OF_RECOMPUTED_LAYER)
+
+
+def _clash(program: Program, name: str, reserved: tuple[str, ...]) -> PlanError:
+    return PlanError(
+        f"{name} of {program.name} has a name that the emitted class uses itself: rename it, "
+        f"to none of {', '.join(reserved)}"
+    )
+
+
+def _unlike(base: str, *taken: Container[str]) -> str:
+    number, name = 1, base
+    while any(name in names for names in taken):
+        number += 1
+        name = f"{base}_{number}"
+    return name
