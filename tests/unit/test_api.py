@@ -16,6 +16,7 @@ from autopar.errors import PlanError
 from autopar.plan import Plan
 from autopar.runtime.weights import draw
 from examples.gpt import GPT, GPTConfig
+from tests.harness import run_ranks
 
 IDS = torch.zeros(2, 16, dtype=torch.long, device="meta")
 OPTIONS: dict[str, Any] = {"gpu": "h100-sxm-80gb", "global_batch": 8, "inputs": {"input_ids": IDS, "labels": IDS}}
@@ -110,14 +111,21 @@ def test_meta_model_without_values(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_a_factory_is_built_with_its_initialisation() -> None:
     """By seed, and as the saved folder would be."""
     result = parallelize(build, 1, **{**OPTIONS, "gpu": "cpu"})
-    trainer = result.build(device="cpu")
-    values, other = trainer.state_dict(), result.build(device="cpu", seed=1).state_dict()
-    recipe = result.weights.recipes["transformer.wpe.weight"]
-    drawn = draw(recipe, torch.Size(values["transformer.wpe.weight"].shape), 0, "transformer.wpe.weight")
-    assert torch.equal(values["transformer.wpe.weight"], drawn)
-    assert not torch.equal(values["transformer.wpe.weight"], other["transformer.wpe.weight"])
-    ids = torch.zeros(8, 16, dtype=torch.long)
-    assert trainer.step({"input_ids": ids, "labels": ids}).loss > 0
+    name = "transformer.wpe.weight"
+
+    def drawn(rank: int) -> tuple[torch.Tensor, torch.Tensor, float]:
+        trainer, other = result.build(device="cpu"), result.build(device="cpu", seed=1)
+        values = trainer.state_dict()[name].clone(), other.state_dict()[name].clone()
+        return *values, trainer.step(batch(8)).loss
+
+    ((first, second, loss),) = run_ranks(1, drawn)
+    assert torch.equal(first, draw(result.weights.recipes[name], first.shape, 0, name))
+    assert not torch.equal(first, second) and loss > 0
+
+
+def batch(samples: int) -> dict[str, torch.Tensor]:
+    ids = torch.zeros(samples, 16, dtype=torch.long)
+    return {"input_ids": ids, "labels": ids}
 
 
 def test_a_meta_huggingface_model_is_built() -> None:
@@ -127,9 +135,9 @@ def test_a_meta_huggingface_model_is_built() -> None:
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, max_position_embeddings=32))
-    trainer = parallelize(model, 1, gpu="cpu", global_batch=2, sequence=16).build(device="cpu")
-    ids = torch.zeros(2, 16, dtype=torch.long)
-    assert trainer.step({"input_ids": ids, "labels": ids}).loss > 0
+    result = parallelize(model, 1, gpu="cpu", global_batch=2, sequence=16)
+    (loss,) = run_ranks(1, lambda rank: result.build(device="cpu").step(batch(2)).loss)
+    assert loss > 0
 
 
 def test_parameter_groups_are_emitted_by_name() -> None:

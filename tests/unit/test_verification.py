@@ -144,10 +144,10 @@ def test_nothing_outlives_a_timeout(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     edit(monkeypatch, lambda text: text + FAULT.format(folder=tmp_path, dies=False))
     communicate = subprocess.Popen.communicate
 
-    def impatient(self: Any, *args: Any, timeout: float | None = None) -> Any:
+    def impatient(self: Any, timeout: float | None = None) -> Any:
         while timeout is not None and len(list(tmp_path.glob("*.pid"))) < 2 and self.poll() is None:
             time.sleep(0.1)  # until both ranks hang
-        return communicate(self, *args, timeout=timeout and 0.1)
+        return communicate(self, timeout=timeout and 0.1)
 
     monkeypatch.setattr(subprocess.Popen, "communicate", impatient)
     with pytest.raises(PlanError, match="did not finish within 300 s: it hangs"):
