@@ -88,7 +88,7 @@ def _forward(e: Emission) -> list[str]:
         lines += _make_tables(e, names)
     lines += _first_values(e, names)
     if e.program.layer_calls:
-        lines += _chain_loop(e, names) if e.is_chain() else _unrolled(e, names)
+        lines += _chain_loop(e, names) if _is_loop(e, names) else _unrolled(e, names)
     if EPILOGUE in blocks:
         lines += [
             "        if self._last:",
@@ -152,16 +152,20 @@ def _arguments(e: Emission, call: Call, names: dict[str, str]) -> str:
     return ", ".join([*values, *inputs])
 
 
+def _is_loop(e: Emission, names: dict[str, str]) -> bool:
+    """Whether every layer's line would be the same: a layer may read an input or a table that others do not."""
+    lines = {(_arguments(e, c, names), tuple(names[v] for v in c.outputs)) for c in e.program.layer_calls}
+    return e.is_chain() and len(lines) == 1
+
+
 def _chain_loop(e: Emission, names: dict[str, str]) -> list[str]:
     call = e.program.layer_calls[0]
     given = ", ".join(names[v] for v in call.outputs)
     layer, index = loop_name("layer", e.program), loop_name("i", e.program)
     path = _layer_path(e, index)
-    parent = e.lists()[0]
-    regular = path.startswith('f"') and len(set(c.path for c in e.program.layer_calls)) == len(e.program.layer_calls)
-    same = len({tuple(names[v] for v in c.inputs) for c in e.program.layer_calls}) == 1
-    if regular and same:
-        loop = f"for {layer} in self.{parent}.children():"
+    once = len({c.path for c in e.program.layer_calls}) == len(e.program.layer_calls)
+    if once and path.startswith('f"'):
+        loop = f"for {layer} in self.{e.lists()[0]}.children():"
     else:
         loop, layer = f"for {index} in range(self._start, self._stop):", f"self.get_submodule({path})"
     return [f"        {loop}", f"            {given} = {layer}({_arguments(e, call, names)})"]

@@ -148,6 +148,38 @@ def test_skip_over_stages(pp: int, schedule: str) -> None:
     assert_parity(made, made.plan(pp=pp, schedule=schedule, micro_batch=3))
 
 
+class EverySecondReadsAnother(Base):
+    """Layers of one class, which read one of two tables."""
+
+    def layers(self, x: Tensor) -> Tensor:
+        positions = torch.arange(x.shape[1], device=x.device).to(x.dtype).unsqueeze(1)
+        tables = (positions.sin(), positions.cos())
+        for i, block in enumerate(self.blocks):
+            x = x + F.gelu(block(x)) * tables[i % 2]
+        return x
+
+
+class LayersAtTheRoot(nn.Sequential):
+    """The root is the list of layers: the first reads the ids, the others what is before them."""
+
+    def __init__(self) -> None:
+        d = WIDTH
+        super().__init__(nn.Embedding(VOCABULARY, d), nn.Linear(d, d), nn.Linear(d, d), nn.Linear(d, VOCABULARY))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+        x = input_ids
+        for module in self:
+            x = module(x)
+        return F.cross_entropy(x.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("model", [EverySecondReadsAnother, LayersAtTheRoot])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_layers_read_what_the_model_gives_them(model: type[nn.Module], pp: int) -> None:
+    made = subject(model(), torch.float64)
+    assert_parity(made, made.plan(pp=pp))
+
+
 # --------------------------------------------------------------------------------
 # Names
 
