@@ -151,8 +151,8 @@ class Emission:
         facts = info(node)
         path = f"self.{facts.ref}"
         if any(part.isdigit() for part in facts.ref.split(".")):
-            owner, _, leaf = facts.ref.rpartition(".")
-            path = f'self.get_submodule("{owner}").{leaf}'
+            kind = "buffer" if facts.role is Role.BUFFER else "parameter"
+            path = f'self.get_{kind}("{facts.ref}")'
         if facts.role is Role.BUFFER or self.plan.mesh.tp == 1:
             return path
         function = "summed" if facts.placement.kind is Kind.GRAD_PARTIAL else "local"

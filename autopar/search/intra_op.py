@@ -247,7 +247,7 @@ def legal_conversion(facts: NodeInfo, source: Placement, target: Placement, axis
 
 
 def _shared_units(program: Program, groups: Mapping[str, Unit]) -> dict[tuple[str, str], Unit]:
-    """(block, placeholder) → the decision it shares: a tied parameter's, or a value's passed between blocks."""
+    """(block, placeholder) → the decision it shares: a parameter's by name, or a value's passed between blocks."""
     shared: dict[tuple[str, str], Unit] = {}
     for block in program.blocks.values():
         if not program.count(block.name):
@@ -257,8 +257,7 @@ def _shared_units(program: Program, groups: Mapping[str, Unit]) -> dict[tuple[st
             facts = info(node)
             if facts.role is Role.PARAMETER:
                 name = call.full_name(facts.ref)
-                if name in program.tied or name in program.tied.values():
-                    shared[block.name, node.name] = f"parameter:{program.tied.get(name, name)}"
+                shared[block.name, node.name] = f"parameter:{program.tied.get(name, name)}"
             elif facts.role is Role.VALUE:
                 shared[block.name, node.name] = groups[call.inputs[int(facts.ref)]]
     return shared

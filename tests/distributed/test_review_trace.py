@@ -79,9 +79,9 @@ class Counting(Base):
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        self.calls.add_(1)
-        loss: Tensor = super().forward(input_ids, labels) * self.calls
-        return loss
+        calls = self.get_buffer("calls").add_(1)
+        loss: Tensor = super().forward(input_ids, labels)
+        return loss * calls
 
 
 class Probabilities(Base):
@@ -91,10 +91,42 @@ class Probabilities(Base):
         return F.cross_entropy(logits, targets)
 
 
+class DifferentTables(Base):
+    """Layers of one class that read different tables: a loop that gives all of them the first one's is wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Scaled() for _ in range(3)])
+
+    def hidden(self, input_ids: Tensor) -> Tensor:
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device).to(FP64)
+        tables = (positions.cos()[:, None], positions.sin()[:, None])
+        x: Tensor = self.embedding(input_ids)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, tables[i % 2])
+        return x
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return x.add(self.linear(x) * table)
+
+
 @pytest.mark.parametrize(
     "model",
-    [Base(in_place), Base(rms_with_alpha), Base(rms_other_order), Base(unbound), ShiftedLogits()],
-    ids=["in place", "an rms norm with alpha", "an rms norm the other way", "unbind", "shifted logits"],
+    [DifferentTables(), Base(in_place), Base(rms_with_alpha), Base(rms_other_order), Base(unbound), ShiftedLogits()],
+    ids=[
+        "different tables",
+        "in place",
+        "an rms norm with alpha",
+        "an rms norm the other way",
+        "unbind",
+        "shifted logits",
+    ],
 )
 def test_nothing_is_lost(model: nn.Module) -> None:
     traced = subject(model, FP64)

@@ -13,8 +13,8 @@ import yaml
 
 from autopar.api import Parallelized
 from autopar.cli import main
+from autopar.parity import Parity
 from autopar.plan import Plan
-from autopar.verification import Parity
 
 TINY = """
 import torch
