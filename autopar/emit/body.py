@@ -138,6 +138,12 @@ class Body:
             self.lines.append(f"{line}  # {comment}" if comment else line)
 
     def _longest_folded(self, node: fx.Node) -> fx.Node | None:
+        """What to give a line of its own: the op under a chain of views, so that the views stay together."""
+        viewed = node
+        while _is_postfix(viewed) and node_inputs(viewed)[0] in self.folded:
+            viewed = node_inputs(viewed)[0]
+        if viewed is not node:
+            return viewed
         inside = [n for n in node_inputs(node) if n in self.folded]
         return max(inside, key=lambda n: len(self._text(n).source), default=None)
 

@@ -64,16 +64,13 @@ class Block(nn.Module):
         h = F.layer_norm(x, (64,), weight=local(self.ln_1.weight), bias=local(self.ln_1.bias), eps=1e-05)
         h = copy_to(h, axis="tp")  # Replicate → Replicate, grad Partial; backward: all-reduce
         c_attn = F.linear(h, local(self.attn.c_attn._weight_0), local(self.attn.c_attn._bias_0))  # column-parallel
-        c_attn = c_attn.reshape(b, s, 2, 16)
-        c_attn = c_attn.transpose(1, 2)
+        c_attn = c_attn.reshape(b, s, 2, 16).transpose(1, 2)
         c_attn_2 = F.linear(h, local(self.attn.c_attn._weight_1), local(self.attn.c_attn._bias_1))  # column-parallel
-        c_attn_2 = c_attn_2.reshape(b, s, 2, 16)
-        c_attn_2 = c_attn_2.transpose(1, 2)
+        c_attn_2 = c_attn_2.reshape(b, s, 2, 16).transpose(1, 2)
         c_attn_3 = F.linear(h, local(self.attn.c_attn._weight_2), local(self.attn.c_attn._bias_2))  # column-parallel
-        c_attn_3 = c_attn_3.reshape(b, s, 2, 16)
-        c_attn_3 = c_attn_3.transpose(1, 2)
-        attn = F.scaled_dot_product_attention(c_attn, c_attn_2, c_attn_3, is_causal=True).transpose(1, 2)
-        attn = attn.reshape(b, s, 32)
+        c_attn_3 = c_attn_3.reshape(b, s, 2, 16).transpose(1, 2)
+        attn = F.scaled_dot_product_attention(c_attn, c_attn_2, c_attn_3, is_causal=True)
+        attn = attn.transpose(1, 2).reshape(b, s, 32)
         c_proj = F.linear(attn, local(self.attn.c_proj.weight))  # row-parallel → Partial
         c_proj = all_reduce(c_proj, axis="tp")  # Partial → Replicate; backward: nothing
         c_proj = c_proj + local(self.attn.c_proj.bias)

@@ -51,8 +51,8 @@ class LlamaDecoderLayer(nn.Module):
         q = q * cos + q_cat * sin
         k_cat = torch.cat((-k[..., 8:], k[..., :8]), dim=-1)
         k = k * cos + k_cat * sin
-        attn = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.25, enable_gqa=True).transpose(1, 2)
-        attn = attn.reshape(b, s, 32)
+        attn = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.25, enable_gqa=True)
+        attn = attn.transpose(1, 2).reshape(b, s, 32)
         o = F.linear(attn, local(self.self_attn.o_proj.weight))  # row-parallel → Partial
         o = all_reduce(o, axis="tp")  # Partial → Replicate; backward: nothing
         x = x + o
