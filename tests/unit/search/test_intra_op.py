@@ -341,5 +341,5 @@ def _conversions(
 
 
 def test_widths_that_megatron_cannot_divide_are_infeasible() -> None:
-    with pytest.raises(InfeasibleError, match="tp=3 with layout megatron"):
+    with pytest.raises(InfeasibleError, match="no legal megatron placement over 3: widths not divisible by it: 64"):
         _solve(gpt()[1], MEGATRON, tp=3)
