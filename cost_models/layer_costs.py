@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import sympy
 
-B = sympy.Symbol("b", positive=True, integer=True)
-S = sympy.Symbol("s", positive=True, integer=True)
+from autopar.ir.graph import B, S
 
 
 @dataclass(frozen=True)
@@ -86,3 +85,6 @@ class ModelCosts:
     epilogue: LayerCosts
     unsharded_flops: sympy.Expr
     sharded_fraction: float
+
+
+__all__ = ["B", "LayerCosts", "ModelCosts", "OpCost", "S", "Transfer"]
