@@ -180,7 +180,10 @@ class _Typed:
                 if is_stored and not converted:
                     continue
                 key = (value if converted else root, _stored_as(placement))
-                kept[key] = _local_bytes(info(value), placement, self.axis.size)
+                size = _local_bytes(info(value), placement, self.axis.size)
+                if node.target is aten.cross_entropy_loss.default:
+                    size = size * max(1, 4 // info(value).dtype.itemsize)  # half-precision logits are cast to fp32
+                kept[key] = size
         return _total(kept.values()) + extra
 
     def _needed(self, node: fx.Node, position: int) -> bool:

@@ -75,10 +75,6 @@ def update_info(node: fx.Node, **changes: Any) -> None:
     node.meta[_KEY] = replace(info(node), **changes)
 
 
-def has_info(node: fx.Node) -> bool:
-    return _KEY in node.meta
-
-
 def arguments(node: fx.Node) -> Any:
     """node.args, without fx's union of argument types: what an op takes at a position is known by the op."""
     return node.args
@@ -214,9 +210,6 @@ class Program:
     def copy_blocks(self) -> Program:
         """The same program with blocks that a pass may change."""
         return replace(self, blocks={name: block.copy() for name, block in self.blocks.items()})
-
-    def with_block(self, block: Block) -> Program:
-        return replace(self, blocks={**self.blocks, block.name: block})
 
     def stage_of_call(self, call: Call) -> range:
         """The stages that make a call: one, or all of them for tables."""

@@ -20,6 +20,7 @@ from ..ir.build import eliminate_dead
 from ..ir.graph import PROLOGUE, TABLES, Call, Program, arguments
 
 _FEWEST = 6  # shorter lists are traced whole
+_Key = tuple[str, str]  # (path of a module in its layer, what of it)
 
 
 class NotRepeatedError(Exception):
@@ -44,13 +45,18 @@ def is_stand_in(node: fx.Node) -> bool:
 def fold(model: nn.Module) -> bool:
     """Replace the inner layers of the model's lists of equal layers, in place; whether there were any."""
     folded = False
-    for module in list(model.modules()):
-        if isinstance(module, nn.ModuleList) and len(module) >= _FEWEST and _all_equal(list(module)):
-            shape = _Result()
-            module[1].register_forward_hook(shape.record)
-            for i in range(2, len(module) - 1):
-                module[i] = _StandIn(module[i], i, shape)
-            folded = True
+    for layers in [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) >= _FEWEST]:
+        indices = _index_attributes(list(layers))
+        if indices is None:
+            continue
+        for layer in (layers[0], layers[1], layers[-1]):  # those that are traced
+            for path, name in indices:
+                _guard(layer.get_submodule(path), name)
+        shape = _Result()
+        layers[1].register_forward_hook(shape.record)
+        for i in range(2, len(layers) - 1):
+            layers[i] = _StandIn(layers[i], i, shape)
+        folded = True
     return folded
 
 
@@ -80,29 +86,24 @@ class _StandIn(nn.Module):
                 setattr(self, name, value)
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        given = torch.utils._pytree.tree_leaves((args, kwargs))  # the public name is for dicts and lists alone
+        given = torch.utils._pytree.tree_leaves((args, kwargs))  # torch has no public name for it
         others = [value for value in given if isinstance(value, Tensor)]
         result = torch.ops.autopar.repeat(hidden, others, self._index)
         return (result,) if self._shape.in_tuple else result
 
 
-def _all_equal(layers: list[nn.Module]) -> bool:
-    """The same modules, shapes and attributes, but for an index that forward does not read; nothing shared."""
+def _index_attributes(layers: list[nn.Module]) -> list[_Key] | None:
+    """What differs between the layers, if that is only each one's place in the list; None if more does.
+
+    Equal are the modules, shapes and attributes of all layers but the first, and no parameter is in two.
+    """
     owners = [id(p) for layer in layers for p in layer.parameters()]
-    if len(owners) != len(set(owners)):
-        return False
     facts = [_structure(layer) for layer in layers]
-    differ = [key for key in facts[1] if any(f.get(key, _MISSING) != facts[1][key] for f in facts[2:])]
-    if any(f.keys() != facts[1].keys() for f in facts[2:]) or not all(_is_index(key, facts) for key in differ):
-        return False
-    for layer in (layers[0], layers[1], layers[-1]):
-        for path, name in differ:
-            _guard(layer.get_submodule(path), name)
-    return True
-
-
-_MISSING = object()
-_Key = tuple[str, str]  # (path of a module in the layer, what of it)
+    if len(owners) != len(set(owners)) or any(f.keys() != facts[1].keys() for f in facts[2:]):
+        return None
+    differ = [key for key in facts[1] if any(f[key] != facts[1][key] for f in facts[2:])]
+    known = all(key in facts[0] for key in differ)  # the first is traced too
+    return differ if known and all(_is_index(key, facts) for key in differ) else None
 
 
 def _structure(layer: nn.Module) -> dict[_Key, Any]:

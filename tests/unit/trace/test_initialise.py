@@ -123,3 +123,21 @@ def test_initialisation_of_a_part(reset: Callable[[Tensor], object]) -> None:
 
     with pytest.raises(TraceError, match="the initialisation of linear.weight .* cannot be recorded: use --init"):
         weights_of(build_on_meta(build), build)
+
+
+class Handmade(nn.Module):
+    """Parameters from factories and arithmetic, among temporaries whose memory is free again at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList()
+        for _ in range(20):
+            torch.empty(8).uniform_(5, 6)
+            self.scales.append(nn.Parameter(torch.ones(8)))
+        self.weight = nn.Parameter(torch.randn(8, 8) * 0.02)
+
+
+def test_factories_are_recorded_and_freed_temporaries_are_not() -> None:
+    recipes = weights_of(build_on_meta(Handmade), Handmade).recipes
+    assert [recipes[f"scales.{i}"] for i in range(20)] == [[["fill_", 1.0]]] * 20
+    assert recipes["weight"] == [["normal_"], ["mul_", 0.02]]
