@@ -36,4 +36,5 @@ format: $(READY) ## rewrite the sources as ruff wants them
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[hf,dev]"
+	$(BIN)/python -m pip install --quiet --no-deps timm==1.0.31 pillow==13.0.0  # its torchvision would bring CUDA's torch
 	touch $(READY)
