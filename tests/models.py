@@ -62,7 +62,7 @@ def _own(made: tuple[nn.Module, Program]) -> tuple[nn.Module, Program]:
 @cache
 def _gpt(dtype: torch.dtype, meta: bool, **changes: Any) -> tuple[nn.Module, Program]:
     small = GPTConfig(vocab_size=VOCABULARY, n_layer=3, n_head=4, d_model=64, block_size=64)
-    model = _seeded(lambda: GPT(replace(small, **changes)), meta)
+    model = seeded(lambda: GPT(replace(small, **changes)), meta)
     ids = torch.zeros(2, 16, dtype=torch.long)
     return model, layered(model, {"input_ids": ids, "labels": ids}, dtype)
 
@@ -96,11 +96,11 @@ def _hf_sizes() -> dict[str, Any]:
 
 
 def _huggingface(build: Any, dtype: torch.dtype, meta: bool) -> tuple[nn.Module, Program]:
-    model = _seeded(build, meta)
+    model = seeded(build, meta)
     return model, layered(model, default_inputs(model, 2, 16), dtype)
 
 
-def _seeded(build: Any, meta: bool) -> Any:
+def seeded(build: Any, meta: bool) -> Any:
     """The model with weights that depend on nothing else, or on the meta device."""
     with torch.random.fork_rng(devices=[]), torch.device("meta" if meta else "cpu"):
         torch.manual_seed(0)

@@ -55,6 +55,7 @@ class Subject:
     model: nn.Module
     program: Program
     dtype: torch.dtype
+    data: tuple[Batch, ...] | None = None  # its own global batches; None: `batches()`
 
     @property
     def precision(self) -> str:
@@ -68,8 +69,12 @@ class Subject:
 
     @cached_property
     def reference(self) -> Reference:
-        """What the model does on one process with `batches()`."""
-        return self.reference_on(batches())
+        """What the model does on one process with its data."""
+        return self.reference_on(self.batches)
+
+    @property
+    def batches(self) -> Sequence[Batch]:
+        return batches() if self.data is None else self.data
 
     def reference_on(self, data: Sequence[Batch]) -> Reference:
         chosen = OPTIMIZERS[self.precision]
@@ -127,8 +132,13 @@ def stages(layers: int, pp: int) -> tuple[tuple[int, int], ...]:
     return tuple((sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(pp))
 
 
-def subject(model: nn.Module, dtype: torch.dtype, program: Program | None = None) -> Subject:
-    """The model with parameters that leave no term of a gradient small: no bias is zero, no norm is one."""
+def subject(
+    model: nn.Module, dtype: torch.dtype, program: Program | None = None, data: Sequence[Batch] | None = None
+) -> Subject:
+    """The model with parameters that leave no term of a gradient small: no bias is zero, no norm is one.
+
+    `data`: its own global batches, for a model that takes other inputs than ids and labels.
+    """
     generator = torch.Generator().manual_seed(1)
     stored = torch.float32 if dtype is torch.bfloat16 else dtype
     with torch.no_grad():
@@ -139,7 +149,7 @@ def subject(model: nn.Module, dtype: torch.dtype, program: Program | None = None
     if program is None:
         ids = torch.zeros(2, SEQUENCE, dtype=torch.long)
         program = models.layered(model, {"input_ids": ids, "labels": ids}, dtype)
-    return Subject(model, program, dtype)
+    return Subject(model, program, dtype, None if data is None else tuple(data))
 
 
 # --------------------------------------------------------------------------------
@@ -299,7 +309,7 @@ def compare(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tup
 def parity(subject: Subject, plan: Plan, data: Sequence[Batch] | None = None, timeout: float = 120) -> Errors:
     """The worst errors over all ranks of an emitted program against one process."""
     reference = subject.reference if data is None else subject.reference_on(data)
-    data = batches() if data is None else data
+    data = subject.batches if data is None else data
     source, weights = subject.source(plan), subject.weights
     found: list[Errors] = run_ranks(
         plan.mesh.world_size,
