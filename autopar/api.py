@@ -40,7 +40,7 @@ from .search.op_costs import TimeCosts
 from .search.search import SearchResult, search
 from .search.space import Pins, divisors
 from .trace.initialise import Weights, weights_of
-from .verification import verify_plan
+from .verification.program import verify_plan
 
 _LEAST_SHARDED = 0.5
 

@@ -16,13 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar import verification
 from autopar.api import Parallelized, parallelize
 from autopar.compiler import prepare
 from autopar.emit.source import model_source
 from autopar.errors import PlanError
 from autopar.parity import Parity, no_dropout, part_errors, relative_error, train_original
-from autopar.verification import _batch, _largest, _ranges, _small_enough
+from autopar.verification import program as verification
+from autopar.verification.program import _largest
+from autopar.verification.samples import Input, inputs_of, random_batch
+from autopar.verification.shrink import small_enough
 
 VOCABULARY, CLASSES, SEQUENCE = 32, 8, 16
 IDS = torch.zeros(2, SEQUENCE, dtype=torch.long, device="meta")
@@ -195,14 +197,14 @@ def test_a_part_has_the_names_and_shapes_of_the_model() -> None:
 
 
 def test_every_name_is_on_some_rank() -> None:
-    reference = {"gradients": {"a": 0, "b": 0}, "weights": {"a": 0, "b": 0}}
+    reference = {"gradients": {"a": 0, "b": 0}, "weights": {"a": 0, "b": 0}, "losses": [1.0, 2.0], "norms": [4.0, 4.0]}
     both = {"a": 0.0, "b": 2.0}
     reports = [
-        {"loss": 0.0, "norm": 1.0, "gradients": {"a": 0.5}, "weights": both},
-        {"loss": math.inf, "norm": 0.0, "gradients": {"b": 0.25}, "weights": both},
+        {"losses": [1.0, 2.0], "norms": [2.0, 4.0], "gradients": {"a": 0.5}, "weights": both},
+        {"losses": [1.0, math.nan], "norms": [4.0, 3.0], "gradients": {"b": 0.25}, "weights": both},
     ]
     assert _largest(reports, reference) == {
-        "loss": math.inf, "norm": 1.0, "gradients": 0.5, "worst_gradient": "a", "weights": 2.0, "worst_weight": "b",
+        "loss": math.inf, "norm": 0.5, "gradients": 0.5, "worst_gradient": "a", "weights": 2.0, "worst_weight": "b",
     }  # fmt: skip
     with pytest.raises(PlanError, match="no rank of the program has the gradients of b"):
         _largest(reports[:1], reference)
@@ -213,7 +215,7 @@ def test_a_factory_is_built_with_its_loss() -> None:
         return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 
     result = parallelize(Headless, 1, **OPTIONS, loss=loss)
-    model, _, _ = _small_enough(result.job, result.plan)
+    model, _, _ = small_enough(result.job, result.plan)
     ids = torch.zeros(2, SEQUENCE, dtype=torch.long)
     assert model(input_ids=ids, labels=ids).shape == ()
     assert not any(p.is_meta for p in model.parameters())
@@ -221,10 +223,12 @@ def test_a_factory_is_built_with_its_loss() -> None:
 
 def test_samples_are_in_range() -> None:
     """Of ids by the table that reads them, of targets by the classes; ids are never ignored."""
-    program = prepare(Tagger(), OPTIONS["inputs"], "fp64")
-    sizes, ignored = _ranges(program)
-    assert (sizes, ignored) == ({"input_ids": VOCABULARY, "labels": CLASSES}, {"labels": -100})
-    batch = _batch(program, planned().plan, 0)
+    inputs = inputs_of(prepare(Tagger(), OPTIONS["inputs"], "fp64"))
+    assert inputs == {
+        "input_ids": Input(("b", "s"), "int64", VOCABULARY),
+        "labels": Input(("b", "s"), "int64", CLASSES, -100),
+    }
+    batch = random_batch(inputs, 4, SEQUENCE, 0)
     assert {name: list(t.shape) for name, t in batch.items()} == dict.fromkeys(("input_ids", "labels"), [4, SEQUENCE])
     assert batch["labels"].max() < CLASSES and (batch["labels"][0] == -100).all() and batch["input_ids"].min() >= 0
 

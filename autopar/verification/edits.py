@@ -1,0 +1,97 @@
+"""What was edited in a saved program, by its text: which class and method, how many lines, the lines themselves."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+KEPT = ".original"  # the folder, inside a saved program, with its sources as they were written
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One place. where: file and class.method; lines are counted from 1, in the edited file."""
+
+    where: str
+    line: int
+    removed: int
+    added: int
+
+
+@dataclass(frozen=True)
+class Edits:
+    """Every edited place, and the unified diff."""
+
+    places: tuple[Edit, ...]
+    diff: str
+
+    @property
+    def files(self) -> list[str]:
+        return list(dict.fromkeys(place.where.partition(":")[0] for place in self.places))
+
+
+def find_edits(folder: Path) -> Edits:
+    """The sources of a saved program against those that were written, kept in `KEPT`."""
+    names = {p.relative_to(root).as_posix() for root in (folder / KEPT, folder) for p in _sources(root)}
+    places: list[Edit] = []
+    diffs: list[str] = []
+    for name in sorted(names, key=lambda name: (name.count("/"), name)):
+        before, after = (_lines(root / name) for root in (folder / KEPT, folder))
+        if before != after:
+            places += _places(name, before, after)
+            diffs += difflib.unified_diff(before, after, f"{name} (as written)", f"{name} (edited)", n=2)
+    return Edits(tuple(places), "".join(diffs).rstrip())
+
+
+def _sources(root: Path) -> list[Path]:
+    """What trains: the scripts and the runtime."""
+    return [*root.glob("*.py"), *root.glob("runtime/**/*.py")]
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines(keepends=True) if path.exists() else []
+
+
+def _places(name: str, before: Sequence[str], after: Sequence[str]) -> list[Edit]:
+    """The edits of a file: those of one method are one."""
+    found: dict[str, Edit] = {}
+    owners = (_owners(before), _owners(after))
+    changes = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
+    for kind, i, i_end, j, j_end in changes:
+        if kind == "equal":
+            continue
+        owner = owners[1][j] if j < j_end else owners[0][i]
+        where = f"{name}: {owner}"
+        so_far = found.get(where, Edit(where, j + 1, 0, 0))
+        found[where] = Edit(where, so_far.line, so_far.removed + i_end - i, so_far.added + j_end - j)
+    return list(found.values())
+
+
+def _owners(lines: Sequence[str]) -> list[str]:
+    """Of each line, the class and method that it belongs to; of a line of neither, the name that it assigns."""
+    owners = ["top of the file"] * len(lines)
+    try:
+        tree = ast.parse("".join(lines))
+    except SyntaxError:
+        return ["(does not parse)"] * len(lines)
+    for node in tree.body:
+        _mark(node, "", owners)
+    return owners
+
+
+def _mark(node: ast.stmt, prefix: str, owners: list[str]) -> None:
+    named = isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        name = prefix + node.name
+    elif isinstance(node, ast.Assign) and not prefix:
+        name = ast.unparse(node.targets[0])
+    else:
+        return
+    first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
+    owners[first - 1 : node.end_lineno] = [name] * ((node.end_lineno or first) - first + 1)
+    if named and isinstance(node, ast.ClassDef):
+        for child in node.body:
+            _mark(child, f"{name}.", owners)

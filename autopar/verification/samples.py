@@ -1,0 +1,84 @@
+"""Random samples for a model's inputs: ids in the range of the table that reads them, targets in that of the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from ..ir.graph import Program, Role, arguments, info
+
+_IGNORED = -100  # the target that F.cross_entropy skips by default
+
+aten = torch.ops.aten
+_SIZE_DIM: dict[Any, int] = {aten.embedding.default: 0, aten.cross_entropy_loss.default: 1}  # of what ids index
+
+
+@dataclass(frozen=True)
+class Input:
+    """What an input may be. shape: sizes in terms of b and s. values: how many an id may take. ignored: a target."""
+
+    shape: tuple[str, ...]
+    dtype: str
+    values: int = 2
+    ignored: int | None = None
+
+
+def inputs_of(program: Program) -> dict[str, Input]:
+    """The tensor inputs of a traced model."""
+    values, ignored = _ranges(program)
+    return {
+        name: Input(
+            tuple(str(size) for size in facts.shape),
+            str(facts.dtype).removeprefix("torch."),
+            values.get(name, 2),
+            ignored.get(name),
+        )
+        for name, facts in program.inputs.items()
+    }
+
+
+def random_batch(inputs: Mapping[str, Input], samples: int, sequence: int, seed: int) -> dict[str, Tensor]:
+    """Random samples in fp64; a fifth of the targets, and one whole sample, are ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    batch: dict[str, Tensor] = {}
+    for name, given in inputs.items():
+        shape = [int(sympy.sympify(size).subs({"b": samples, "s": sequence})) for size in given.shape]
+        dtype = getattr(torch, given.dtype)
+        if dtype.is_floating_point:
+            batch[name] = torch.randn(shape, generator=generator, dtype=torch.float64)
+            continue
+        batch[name] = torch.randint(0, given.values, shape, generator=generator).to(dtype)
+        if given.ignored is not None:
+            batch[name][torch.rand(shape, generator=generator) < 0.2] = given.ignored
+            if samples > 1:
+                batch[name][0] = given.ignored
+    return batch
+
+
+def _ranges(program: Program) -> tuple[dict[str, int], dict[str, int]]:
+    """How many values an input that is ids or targets may take; which is ignored, of those that are targets only."""
+    sizes: dict[str, int] = {}
+    ignored: dict[str, int] = {}
+    ids: set[str] = set()
+    for _, node in (found for found in program.each_op() if found[1].target in _SIZE_DIM):
+        whole, index = arguments(node)[:2]
+        name, size = _input_name(index), int(info(whole).shape[_SIZE_DIM[node.target]])
+        sizes[name] = min(size, sizes.get(name, size))
+        if node.target is aten.embedding.default:
+            ids.add(name)
+        else:
+            ignored[name] = arguments(node)[4] if len(node.args) > 4 else _IGNORED
+    sizes.pop("", None)
+    return sizes, {name: value for name, value in ignored.items() if name not in ids}
+
+
+def _input_name(node: Any) -> str:
+    """The model's input that a node is a view of; "" for none."""
+    while isinstance(node, fx.Node) and info(node).role is not Role.INPUT:
+        node = node.args[0] if node.args else None
+    return info(node).ref if isinstance(node, fx.Node) else ""

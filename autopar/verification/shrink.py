@@ -1,0 +1,84 @@
+"""A model and plan small enough to be trained here, in fp64, on a few processes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import PlanError
+from ..mesh import Mesh
+from ..plan import Plan
+from ..request import Job, with_loss
+from ..trace.huggingface import is_huggingface
+
+LARGEST = 40_000_000  # parameters that are trained as they are, in fp64
+MOST_PROCESSES = 8
+
+
+def small_enough(job: Job, plan: Plan) -> tuple[nn.Module, Plan, str]:
+    """The model and plan as they are, or shrunk with the plan's structure."""
+    size = sum(p.numel() for p in job.model.parameters())
+    hollow = any(p.is_meta for p in job.model.parameters())
+    if size <= LARGEST and plan.mesh.world_size <= MOST_PROCESSES:
+        return with_values(job) if hollow else job.model, fewer_samples(plan), ""
+    if not is_huggingface(job.model):
+        raise PlanError(
+            f"{size / 1e6:.0f} M parameters on {plan.mesh.world_size} processes are too many here: verify a smaller "
+            f"model of the same classes (at most {LARGEST / 1e6:.0f} M parameters, {MOST_PROCESSES} processes)"
+        )
+    mesh = Mesh(pp=min(plan.mesh.pp, 2), dp=min(plan.mesh.dp, 2), tp=min(plan.mesh.tp, 2))
+    layers = 2 * mesh.pp
+    stages = tuple((i * 2, i * 2 + 2) for i in range(mesh.pp))
+    schedule = plan.schedule if mesh.pp > 1 else "none"
+    recompute = tuple(range(layers)) if plan.recompute else ()
+    small = replace(
+        plan, mesh=mesh, stages=stages, schedule=schedule, recompute=recompute, micro_batch=1,
+        global_batch=2 * mesh.pp * mesh.dp, sequence=32,
+    )  # fmt: skip
+    return _shrunk(job.model, layers), small, f"shrunk to {layers} narrow layers on {mesh}"
+
+
+def with_values(job: Job) -> nn.Module:
+    """A meta model again, on the CPU."""
+    if job.factory is not None:
+        model = seeded(job.factory)
+        return model if job.loss is None else with_loss(model, job.loss, job.inputs)
+    if not is_huggingface(job.model):
+        raise PlanError("the model has no values to compare with: build it on the CPU, or pass its factory")
+    kind, config = type(job.model), copy.deepcopy(job.model.config)
+    return seeded(lambda: kind(config))
+
+
+def seeded(build: Callable[[], nn.Module]) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return build()
+
+
+def fewer_samples(plan: Plan) -> Plan:
+    """At most four micro-batches: enough for every phase of a schedule."""
+    batches = min(plan.accumulation, max(4, plan.mesh.pp))
+    return replace(plan, global_batch=batches * plan.micro_batch * plan.mesh.dp)
+
+
+def _shrunk(model: nn.Module, layers: int) -> nn.Module:
+    """A Hugging Face model of the same class with few, narrow layers and the same head grouping."""
+    config: Any = copy.deepcopy(model.config)
+    heads, groups = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    narrow = {"num_hidden_layers": layers, "vocab_size": 256, "head_dim": 8}
+    ratio = heads // groups if groups else 1
+    narrow |= {"num_attention_heads": 4 * ratio, "num_key_value_heads": 4, "hidden_size": 32 * ratio}
+    narrow["intermediate_size"] = 64 * ratio
+    for name, value in narrow.items():
+        if hasattr(config, name) and getattr(config, name) is not None:
+            setattr(config, name, value)
+    for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(config, token, None)
+    if hasattr(config, "layer_types") and config.layer_types:
+        config.layer_types = config.layer_types[:layers]
+    return seeded(lambda: type(model)(config))
