@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from autopar.cost_models.layer_costs import LayerCosts, ModelCosts, OpCost, Transfer
+from autopar.ir.custom import EXPERTS
 from autopar.ir.graph import EPILOGUE, PROLOGUE, B, Block, NodeInfo, Program, Role, S, Shape, info, node_inputs
 from autopar.placement import GRAD_PARTIAL, REPLICATE, Kind, Placement, Strategy, conversion
 from autopar.plan import Solution
@@ -43,10 +44,10 @@ def op_cost(node: fx.Node, strategy: Strategy, rule: Rule, tp: int) -> OpCost:
     backward = forward + sympy.Add(*gradients) if result.requires_grad else _ZERO
     if rule.kind == "view" or node.target is aten.to.dtype and not result.requires_grad:
         forward, backward = _ZERO, _ZERO
-    factor = {"matmul": 2, "attention": sympy.Rational(5, 2)}.get(rule.kind, 0)
+    factor = {"matmul": 2, "experts": 2, "attention": sympy.Rational(5, 2)}.get(rule.kind, 0)
     return OpCost(
         name=node.name,
-        kind=rule.kind if rule.kind != "view" else "memory",
+        kind={"view": "memory", "experts": "matmul"}.get(rule.kind, rule.kind),
         forward_flops=flops,
         forward_bytes=forward,
         backward_flops=factor * flops if result.requires_grad else _ZERO,
@@ -168,6 +169,7 @@ class _Typed:
                 continue
             strategy = self.of[node.name]
             extra += _statistics(node) / (self.axis.size if strategy.output.is_shard else 1)
+            extra += _inside_experts(node, strategy, self.axis.size)
             for position in rule_of(node).saves:
                 value, placement = (node, strategy.output) if position < 0 else self.reads(node)[position]
                 if position >= 0 and not self._needed(node, position):
@@ -239,7 +241,19 @@ def _statistics(node: fx.Node) -> sympy.Expr:
     return _ZERO
 
 
+def _inside_experts(node: fx.Node, strategy: Strategy, tp: int) -> sympy.Expr:
+    """What autograd keeps of each (token, expert) pair: row and result of d, and four values of the width f."""
+    if node.target is not EXPERTS:
+        return _ZERO
+    x, index, _, gate, *_ = (info(n) for n in node_inputs(node))
+    width = gate.shape[1] / (tp if strategy.inputs[3].is_shard else 1)
+    return _numel(index.shape) * (2 * x.shape[1] + 4 * width) * x.dtype.itemsize
+
+
 def _flops(operands: list[NodeInfo], result: NodeInfo, rule: Rule, node: fx.Node) -> sympy.Expr:
+    if rule.kind == "experts":
+        _, index, _, gate = operands[:4]
+        return 2 * 3 * _numel(index.shape) * _numel(gate.shape[1:])
     if rule.kind not in ("matmul", "attention"):
         return _ZERO
     sizes: dict[str, sympy.Expr] = {}

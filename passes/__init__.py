@@ -10,11 +10,13 @@ from .insert_recompute import InsertRecompute
 from .lower_conversions import LowerConversions
 from .normalize_loss import NormalizeLoss
 from .shard_parameters import ShardParameters
+from .split_parameters import SplitParameters
 from .split_stages import SplitStages
 
 PREPARE: tuple[Pass, ...] = (
     Clean(),  # first: the patterns below are written for canonical casts and views
     Decompose(),
+    SplitParameters(),  # after decompose: it has written splits as slices
     NormalizeLoss(),  # last: it copies the targets' ancestors, which must be final
 )
 

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from ..errors import PlanError
+from ..ir.custom import ACTIVATIONS, EXPERTS
 from ..ir.graph import arguments, info, node_inputs
 from ..ir.ops import is_collective
 from .op import Op
@@ -157,6 +158,11 @@ def _cross_entropy(op: Op) -> Text:
     return Text(f"F.cross_entropy({logits}, {target}{ignored}{shown})")
 
 
+def _experts(op: Op) -> Text:
+    activation = ACTIVATIONS[op.take("activation")][0]
+    return Text(f"experts({op.rest()}, {activation})", imports=frozenset({"experts.experts"}))
+
+
 def _pad(op: Op) -> Text:
     source, pad, value = op.shown("self"), op.shown("pad"), op.take("value")
     mode = f", mode={op.shown('mode')}" if "mode" in op.left else ""
@@ -213,6 +219,7 @@ _WRITERS: dict[Any, _Writer] = {
     aten.dropout.default: _dropout,
     aten.embedding.default: _embedding,
     aten.cross_entropy_loss.default: _cross_entropy,
+    EXPERTS: _experts,
     aten.silu.default: _function("F.silu"),
     aten.gelu.default: _function("F.gelu"),
     aten.relu.default: _function("F.relu"),

@@ -5,14 +5,16 @@ from __future__ import annotations
 from torch import fx
 
 from ..ir.graph import info, node_inputs
-from . import attention, lookup, matmul, norms, pointwise, views
+from . import attention, experts, lookup, losses, matmul, norms, pointwise, views
 from .factor import Axis, Rule, RuleMaker, strategies
 
 RULES: dict[object, RuleMaker] = {
     **matmul.RULES,
     **attention.RULES,
+    **experts.RULES,
     **norms.RULES,
     **lookup.RULES,
+    **losses.RULES,
     **views.RULES,
     **pointwise.RULES,
 }

@@ -33,7 +33,7 @@ class Rule:
     whole: factors that a kernel needs whole (softmax and norm dims). linear: each set of operand positions
     in which the op is jointly linear. even: factors whose shards must be of one size, for it is an argument.
     special: strategies beyond the factors, such as vocabulary-parallel cross-entropy.
-    kind: "matmul", "attention", "memory" (bandwidth-bound) or "view" (free).
+    kind: "matmul", "attention", "experts", "memory" (bandwidth-bound) or "view" (free).
     saves: positions of operands that a GPU kernel keeps for backward, and -1 for its result.
     """
 

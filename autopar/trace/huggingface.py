@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .moe import one_op_experts
+
 _NAME = "autopar"
 
 
@@ -25,6 +27,13 @@ def default_inputs(model: nn.Module, batch: int, sequence: int) -> dict[str, Any
 
 @contextmanager
 def traceable(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[None]:
+    """Within: attention and experts are one op each, so that they can be traced and sharded as a whole."""
+    with one_op_experts(model), _one_op_attention(model, inputs):
+        yield
+
+
+@contextmanager
+def _one_op_attention(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[None]:
     """Within: attention is one scaled_dot_product_attention with grouped K/V heads; a plain causal mask no tensor.
 
     Anything but the plain causal mask (padding, sliding windows, position bias, soft caps) is left to the

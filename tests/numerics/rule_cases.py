@@ -9,6 +9,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from autopar.ir.custom import EXPERTS
 from autopar.ir.graph import MODEL, Block, Call, NodeInfo, Program, Role, info, node_inputs, set_info, update_info
 from autopar.mesh import Mesh
 from autopar.passes.insert_conversions import InsertConversions
@@ -215,6 +216,11 @@ CASES: dict[object, list[Case]] = {
         (f(4, 12, 5, 6), f(4, 12, 7, 6), f(4, 12, 7, 6), c(4, 1, 5, 7)),
         (f(4, 12, 5, 6), f(4, 12, 7, 6), f(4, 12, 7, 6), f(1, 12, 5, 7)),
         (f(4, 12, 5, 6), f(4, 12, 7, 6), f(4, 12, 7, 6), c(5, 7)),
+    ),
+    EXPERTS: _cases(
+        (f(12, 6), ids(4, 12, 2), p(12, 2), f(4, 8, 6), f(4, 8, 6), f(4, 6, 8), "silu"),
+        (f(5, 6), ids(3, 5, 1), p(5, 1), f(3, 7, 6), f(3, 7, 6), f(3, 6, 7), "gelu_tanh"),
+        (c(4, 6), ids(2, 4, 2), c(4, 2), f(2, 12, 6), f(2, 12, 6), f(2, 6, 12), "relu"),
     ),
     aten.layer_norm.default: _cases(
         (f(12, 4, 6), [6], f(6), f(6), 1e-5), (f(4, 6), [6]), (f(12, 5, 4), [5, 4], f(5, 4), f(5, 4)),
