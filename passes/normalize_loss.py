@@ -1,30 +1,41 @@
-"""Write a mean loss as a sum over the global number of targets."""
+"""Write means over the batch as sums over global counts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import sympy
 import torch
 from torch import fx
 
-from autopar.errors import TraceError
 from autopar.ir.build import call, eliminate_dead, replace_node
-from autopar.ir.graph import COUNT, MODEL, Block, NodeInfo, Program, Role, arguments, info, set_info
+from autopar.ir.counts import Counts, of_inputs_only
+from autopar.ir.graph import COUNT, MODEL, B, Program, Shape, arguments, info, node_inputs
 from autopar.plan import Plan
+from autopar.rules.losses import MEAN, SUM, option, terms
 
 aten = torch.ops.aten
-_MEAN, _SUM = 1, 2
+
+_CLASSIFICATION = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default)
+_MEANS = (aten.mean.default, aten.mean.dim)
+_SUMS = (aten.sum.default, aten.sum.dim_IntList, aten.count_nonzero.default, aten.count_nonzero.dim_IntList)
+# Ops that take a tensor where the author gave the batch size.
+_ARITHMETIC = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor)
 
 
 @dataclass(frozen=True)
 class NormalizeLoss:
-    """A mean over targets has no Partial form, so micro-batches and ranks could not be summed: sum ÷ global count has.
+    """A mean has no Partial form, so micro-batches and ranks could not be summed: sum ÷ global count has.
 
-    Requires: a clean program whose output is the loss. Ensures: the loss is a sum over samples divided by
-    the buffer `_count`; block "count" computes this batch's number of targets from the inputs.
+    Requires: a clean program whose output is the loss. Ensures: no mean runs over the batch; what is summed over
+    the batch and depends on inputs only (how many targets there are, the sum of a mask) is a buffer, `_count`,
+    `_count_2`, …, of which block "count" computes this rank's share; so is a multiple of the batch size. A mean that
+    cannot be written so is left: `check_data_axis` says what that means for plans.
 
         loss = cross_entropy(logits, t)   |   loss = div(cross_entropy(logits, t, reduction=sum), _count)
+        loss = mean(x)                    |   loss = div(sum(x), _count)
+        n = clamp(sum(mask), 1)           |   n = clamp(_count, 1)
     """
 
     name: ClassVar[str] = "normalize_loss"
@@ -32,61 +43,133 @@ class NormalizeLoss:
     def apply(self, program: Program, plan: Plan | None) -> Program:
         program = program.copy_blocks()
         block = program.blocks[MODEL]
-        losses = [n for n in block.ops if n.target is aten.cross_entropy_loss.default and _reduction(n) == _MEAN]
-        if len(losses) != 1:
-            found = ", ".join(f"{n.target} ({info(n).source})" for n in losses) or "none"
-            raise TraceError(
-                f"one mean cross-entropy loss is supported, found {found}: return F.cross_entropy(logits, labels)"
-            )
-        (loss,) = losses
-        logits, target = loss.args[:2]
-        ignore = loss.args[4] if len(loss.args) > 4 else -100
-        smoothing = loss.args[5] if len(loss.args) > 5 else 0.0
-        weight = loss.args[2] if len(loss.args) > 2 else None
-        if weight is not None or smoothing:
-            raise TraceError(
-                f"class weights and label smoothing are not supported ({info(loss).source}): use plain cross-entropy"
-            )
-        assert isinstance(target, fx.Node) and isinstance(ignore, int)
-        if info(target).dtype.is_floating_point:
-            raise TraceError(
-                f"targets that are probabilities are not supported ({info(loss).source}): use class indices"
-            )
-        counting = _count_block(target, ignore)
-        graph = block.graph
-        with graph.inserting_before(block.ops[0]):
-            count = graph.placeholder("_count")
-        dtype = info(loss).dtype
-        set_info(count, NodeInfo((), dtype, role=Role.BUFFER, ref="_count"))
-        with graph.inserting_before(loss):
-            total = call(graph, aten.cross_entropy_loss.default, (logits, target, None, _SUM, ignore), info(loss))
-            mean = call(graph, aten.div.Tensor, (total, count), info(loss))
-        replace_node(loss, mean)
-        eliminate_dead(graph)
-        return replace(program, blocks={**program.blocks, COUNT: counting})
+        counts = Counts(block.graph)
+        targets: dict[tuple[Any, ...], fx.Node] = {}
+        for node in block.ops:
+            if node.target in _CLASSIFICATION and option(node, "reduction") == MEAN:
+                _sum_over_targets(node, counts, targets)
+            elif option(node, "reduction") == MEAN and info(node).shape == () and _has_batch(terms(node)):
+                _sum_over_terms(node, counts)
+            elif node.target in _MEANS and _has_batch(_averaged(node)):
+                _sum_over_dims(node, counts)
+            elif node.target in _ARITHMETIC:
+                _divide_by_global_size(node, counts)
+        known: dict[fx.Node, bool] = {}
+        for node in block.ops:
+            if node.target in _SUMS and _leaves_batch(node) and of_inputs_only(node, known):
+                replace_node(node, counts.of(node))
+        eliminate_dead(block.graph)
+        blocks = {**program.blocks, MODEL: block}
+        counting = counts.block()
+        return replace(program, blocks=blocks if counting is None else {**blocks, COUNT: counting})
 
 
-def _reduction(node: fx.Node) -> int:
-    return int(arguments(node)[3]) if len(node.args) > 3 else _MEAN
+def _has_batch(sizes: Shape) -> bool:
+    return any(B in size.free_symbols for size in sizes)
 
 
-def _count_block(target: fx.Node, ignore: int) -> Block:
-    """A graph from the model's inputs to the number of targets that are not ignored."""
-    graph = fx.Graph()
-    mapping: dict[fx.Node, fx.Node] = {}
+def _leaves_batch(node: fx.Node) -> bool:
+    return _has_batch(info(node_inputs(node)[0]).shape) and not _has_batch(info(node).shape)
 
-    def copy(node: fx.Node) -> fx.Node:
-        if node not in mapping:
-            for operand in node.all_input_nodes:
-                copy(operand)
-            mapping[node] = graph.node_copy(node, lambda n: mapping[n])
-        return mapping[node]
 
-    copied = copy(target)
-    facts = info(target)
-    valid = call(graph, aten.ne.Scalar, (copied, ignore), replace(facts, dtype=torch.bool))
-    total = call(graph, aten.sum.default, (valid,), replace(facts, dtype=torch.int64), shape=())
-    graph.output((total,))
-    if any(info(n).role is Role.PARAMETER for n in graph.nodes if n.op == "placeholder"):
-        raise TraceError(f"the loss's targets depend on parameters ({facts.source}): they must come from the inputs")
-    return Block(COUNT, graph)
+def _product(sizes: Shape) -> sympy.Expr:
+    return sympy.Mul(*sizes)
+
+
+def _divide(node: fx.Node, total: fx.Node, count: fx.Node) -> None:
+    """node = total ÷ count. Both are before it."""
+    with node.graph.inserting_before(node):
+        mean = call(node.graph, aten.div.Tensor, (total, count), info(node))
+    replace_node(node, mean)
+
+
+def _as_sum(node: fx.Node) -> fx.Node:
+    """The same loss with reduction=sum."""
+    target: Any = node.target
+    names = [a.name for a in target._schema.arguments]
+    position = names.index("reduction")
+    given = list(arguments(node))
+    given += [a.default_value for a in target._schema.arguments[len(given) : position + 1]]
+    given[position] = SUM
+    with node.graph.inserting_before(node):
+        kwargs = {name: value for name, value in node.kwargs.items() if name != "reduction"}
+        return call(node.graph, target, tuple(given), info(node), **kwargs)
+
+
+def _sum_over_terms(node: fx.Node, counts: Counts) -> None:
+    count = counts.of_size(_product(terms(node)))
+    if count is not None:
+        _divide(node, _as_sum(node), count)
+
+
+def _averaged(node: fx.Node) -> Shape:
+    """The sizes of the dims that a mean runs over."""
+    shape, dims = info(node_inputs(node)[0]).shape, _dims(node)
+    return tuple(shape[d] for d in dims)
+
+
+def _dims(node: fx.Node) -> list[int]:
+    rank = len(info(node_inputs(node)[0]).shape)
+    dims = option(node, "dim") if node.target is aten.mean.dim else None
+    return [d % rank for d in dims] if dims else list(range(rank))
+
+
+def _sum_over_dims(node: fx.Node, counts: Counts) -> None:
+    count = counts.of_size(_product(_averaged(node)))
+    if count is None:
+        return
+    dtype = {"dtype": option(node, "dtype")} if option(node, "dtype") is not None else {}
+    with node.graph.inserting_before(node):
+        if node.target is aten.mean.default:
+            total = call(node.graph, aten.sum.default, (node.args[0],), info(node), **dtype)
+        else:
+            keep = (True,) if option(node, "keepdim") else ()
+            total = call(node.graph, aten.sum.dim_IntList, (node.args[0], _dims(node), *keep), info(node), **dtype)
+    _divide(node, total, count)
+
+
+def _divide_by_global_size(node: fx.Node, counts: Counts) -> None:
+    """x / x.shape[0]: the author's batch is the global one."""
+    position = next((i for i, a in enumerate(node.args) if isinstance(a, sympy.Expr) and B in a.free_symbols), None)
+    if position is None or B in (node.args[position] / B).simplify().free_symbols:  # type: ignore[operator, union-attr]
+        return
+    count = counts.of_size(node.args[position])  # type: ignore[arg-type]
+    if count is not None:
+        node.update_arg(position, count)
+
+
+def _sum_over_targets(node: fx.Node, counts: Counts, targets: dict[tuple[Any, ...], fx.Node]) -> None:
+    """Divided by the targets that are not ignored, each counted with the weight of its class."""
+    target, weight, ignored = arguments(node)[1], option(node, "weight"), option(node, "ignore_index")
+    if info(target).dtype.is_floating_point:  # probabilities: every row counts as one
+        _sum_over_terms(node, counts)
+        return
+    key = target, ignored, weight
+    if key not in targets and weight is None:
+        targets[key] = _count_valid(node, target, ignored)
+    elif key not in targets and of_inputs_only(target, {}):
+        targets[key] = _weigh_classes(node, target, ignored, weight, counts)
+    if key in targets:
+        _divide(node, _as_sum(node), targets[key])
+
+
+def _count_valid(loss: fx.Node, target: fx.Node, ignored: int) -> fx.Node:
+    graph, facts = loss.graph, info(target)
+    with graph.inserting_before(loss):
+        valid = call(graph, aten.ne.Scalar, (target, ignored), replace(facts, dtype=torch.bool))
+        return call(graph, aten.sum.default, (valid,), replace(facts, dtype=torch.int64), shape=())
+
+
+def _weigh_classes(loss: fx.Node, target: fx.Node, ignored: int, weight: fx.Node, counts: Counts) -> fx.Node:
+    """Σ weight[target] as Σ weight · (how often each class occurs), for how often depends on inputs only."""
+    graph, classes = loss.graph, info(weight).shape
+    facts = replace(info(target), dtype=torch.int64, shape=(_product(info(target).shape),))
+    with graph.inserting_before(loss):
+        rows = call(graph, aten.reshape.default, (target, list(facts.shape)), facts)
+        valid = call(graph, aten.ne.Scalar, (rows, ignored), replace(facts, dtype=torch.bool))
+        ones = call(graph, aten.to.dtype, (valid, torch.int64), facts)
+        index = call(graph, aten.mul.Tensor, (rows, ones), facts)
+        zeros = call(graph, aten.new_zeros.default, (rows, list(classes)), facts, classes)
+        occurs = call(graph, aten.scatter_add.default, (zeros, 0, index, ones), facts, classes)
+        weighed = call(graph, aten.mul.Tensor, (weight, counts.of(occurs)), info(weight))
+        return call(graph, aten.sum.default, (weighed,), info(weight), shape=())

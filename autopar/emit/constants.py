@@ -58,7 +58,7 @@ def _data_settings(e: Emission) -> list[str]:
         if node.target is torch.ops.aten.embedding.default and _reads_input(node.args[1]):
             weight = node_inputs(node)[0]
             shifts = {torch.ops.aten.pad.default, torch.ops.aten.slice.Tensor}
-            same = any(n.target in shifts for n in e.program.blocks[COUNT].ops)
+            same = COUNT in e.program.blocks and any(n.target in shifts for n in e.program.blocks[COUNT].ops)
             labels = "same" if same else "next"
             return [f'vocabulary={size_text(info(weight).shape[0])}, labels="{labels}"']
     return []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..ir.graph import EPILOGUE, PROLOGUE, TABLES, B, Block, Call, Role, S, info
+from ..ir.graph import EPILOGUE, PROLOGUE, TABLES, B, Block, Call, Role, S, info, is_count
 from .emission import Emission, tuple_text
 from .names import class_name, loop_name
 from .text import size_text
@@ -49,7 +49,7 @@ def _declarations(e: Emission) -> list[str]:
 
 
 def _guarded(e: Emission, block: Block, guard: str) -> list[str]:
-    own = [n for n in block.placeholders(Role.PARAMETER, Role.BUFFER) if info(n).ref != "_count"]
+    own = [n for n in block.placeholders(Role.PARAMETER, Role.BUFFER) if not is_count(info(n))]
     declared = [e.declare(n) for n in own]
     if not guard or not declared:
         return [f"        {line}" for line in declared]

@@ -19,7 +19,7 @@ def model_source(program: Program, plan: Plan, predicted: Predicted, header: str
     check_attributes(program)
     e = Emission(program, plan, predicted)
     layers = [layer_class(e, program.blocks[name]) for name in dict.fromkeys(c.block for c in program.layer_calls)]
-    code = "\n\n\n".join([*layers, model_class(e), _count_function(e)])
+    code = "\n\n\n".join([*layers, model_class(e), *_count_function(e)])
     settings = constants(e)
     parts = [_docstring(program, plan, header), _imports(e, settings + code), settings]
     return "\n\n".join(part.strip("\n") for part in parts) + f"\n\n\n{code}\n"
@@ -40,22 +40,28 @@ def _imports(e: Emission, code: str) -> str:
     return "\n".join([*lines, "", "# isort: split", *ours])
 
 
-def _count_function(e: Emission) -> str:
+def _count_function(e: Emission) -> list[str]:
+    """count_targets, where the loss is divided by something of the global batch."""
+    if COUNT not in e.program.blocks:
+        return []
     block = e.program.blocks[COUNT]
     inputs = [info(n).ref for n in block.placeholders(Role.INPUT)]
     names = {n: argument_name(info(n).ref) for n in block.placeholders(Role.INPUT)}
     body = e.body(block, names)
     arguments = ", ".join(inputs)
     renamed = [f"    {argument_name(name)} = {name}" for name in inputs if argument_name(name) != name]
-    return "\n".join(
-        [
-            f"def count_targets({arguments}):",
-            '    """The number of terms in the loss of these samples."""',
-            *renamed,
-            *(f"    {line}" for line in body.lines),
-            f"    return {body.results[0]}",
-        ]
+    several = len(body.results) > 1
+    doc = (
+        "These samples' share of _count, _count_2, …" if several else "The number of terms in the loss of these samples"
     )
+    lines = [
+        f"def count_targets({arguments}):",
+        f'    """{doc}."""',
+        *renamed,
+        *(f"    {line}" for line in body.lines),
+        f"    return {', '.join(body.results)}",
+    ]
+    return ["\n".join(lines)]
 
 
 def _docstring(program: Program, plan: Plan, header: str) -> str:

@@ -8,6 +8,7 @@ of ops. Every fact about a node lives in one `NodeInfo`; nothing else touches `n
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -85,6 +86,11 @@ def op_name(node: fx.Node) -> str:
     target: Any = node.target
     name: str = getattr(target, "overloadpacket", target).__name__
     return name
+
+
+def is_count(facts: NodeInfo) -> bool:
+    """Whether a placeholder is a count of the global batch (`_count`, `_count_2`, …): the model has no such buffer."""
+    return facts.role is Role.BUFFER and re.fullmatch(r"_count(_\d+)?", facts.ref) is not None
 
 
 def node_inputs(node: fx.Node) -> list[fx.Node]:
@@ -182,7 +188,8 @@ class Stage:
     sends: tuple[str, ...] = ()
 
 
-# Names of the blocks that are not layers; "count" is called by no call: it counts the targets of a batch.
+# Names of the blocks that are not layers; "count" is called by no call: it has this rank's
+# shares of the counts of the global batch, in their order; a program without counts has no such block.
 MODEL, TABLES, PROLOGUE, EPILOGUE, COUNT = "model", "tables", "prologue", "epilogue", "count"
 
 

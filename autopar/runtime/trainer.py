@@ -67,7 +67,7 @@ class Trainer:
         groups = getattr(program, "PARAMETER_GROUPS", ())
         self.optimizer = Optimizer(self.parameters, settings.optimizer, options, groups)
         self._run = make_run(self.model, self.data_parallel, self.mesh)
-        self._count_targets = program.count_targets
+        self._count_targets = getattr(program, "count_targets", None)
         if saved:
             self.steps = checkpoint.load(saved, self.parameters, self.optimizer, self.names)
 
@@ -78,7 +78,7 @@ class Trainer:
         """
         self._check_sizes(batch)
         self.optimizer.zero_grad()
-        self.model._count = self._count(batch)
+        self._count(batch)
         loss = self._run(batch)
         self.data_parallel.after_backward()
         self.tied.sum_gradients()
@@ -125,13 +125,16 @@ class Trainer:
             asked = f"{samples} samples (global_batch={planned.global_batch} / dp={planned.dp}) of {length} tokens"
             raise ValueError(f"the batch is {shapes}; this program was planned for {asked}: plan again for others")
 
-    def _count(self, batch: Batch) -> Tensor:
-        """Loss terms of the whole global batch."""
+    def _count(self, batch: Batch) -> None:
+        """Give the model what the loss is divided by: `_count`, `_count_2`, … of the whole global batch."""
+        if self._count_targets is None:
+            return
         wanted = inspect.signature(self._count_targets).parameters
-        count: Tensor = self._count_targets(**{name: batch[name] for name in wanted})
-        if self.mesh.size("dp") > 1:
-            dist.all_reduce(count, group=self.mesh.group("dp"))
-        return count
+        counts = self._count_targets(**{name: batch[name] for name in wanted})
+        for i, count in enumerate(counts if isinstance(counts, tuple) else (counts,), 1):
+            if self.mesh.size("dp") > 1:
+                dist.all_reduce(count, group=self.mesh.group("dp"))
+            setattr(self.model, f"_count_{i}" if i > 1 else "_count", count)
 
     def _totals(self, loss: Tensor) -> StepResult:
         """Loss and gradient norm, the same on every rank, by one all-reduce."""

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..errors import TraceError
 from ..ir.graph import (
     EPILOGUE,
     MODEL,
@@ -28,6 +27,7 @@ from ..ir.graph import (
     Program,
     Role,
     info,
+    is_count,
     op_name,
     set_info,
 )
@@ -97,18 +97,15 @@ def _lift_shared(block: Block) -> Block:
 
 
 def _first_path(path: str, block: Block, tied: dict[str, str]) -> str:
-    """The path of the layer object: that of its first use, where a model uses one object several times."""
+    """The path of the layer object: that of its first use, where a model uses one object several times.
+
+    A layer that shares only some of its parameters keeps its own path, and copies of these that are kept equal.
+    """
     names = [f"{path}.{info(n).ref}" for n in block.placeholders(Role.PARAMETER)]
     shared = [n for n in names if n in tied]
-    if not shared:
-        return path
-    first = layer_path(tied[shared[0]])
-    if first and all(tied.get(n) == first + n.removeprefix(path) for n in names):
-        return first
-    raise TraceError(
-        f"{path} shares {shared[0]} with {tied[shared[0]]} and has other parameters of its own: repeat the whole layer "
-        "object, or give each layer its own parameters"
-    )
+    first = layer_path(tied[shared[0]]) if shared else None
+    whole = first and all(tied.get(n) == first + n.removeprefix(path) for n in names)
+    return first if first and whole else path
 
 
 def layer_path(module: str) -> str | None:
@@ -164,7 +161,7 @@ def _free_of_parameters(block: Block) -> set[fx.Node]:
     free: set[fx.Node] = set()
     for node in block.nodes:
         if node.op == "placeholder":
-            if info(node).role in (Role.BUFFER, Role.INPUT) and info(node).ref != "_count":
+            if info(node).role in (Role.BUFFER, Role.INPUT) and not is_count(info(node)):
                 free.add(node)
         elif all(n in free for n in node.all_input_nodes):
             free.add(node)
