@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import fx
 
-from ..errors import TraceError
 from ..ir.graph import EPILOGUE, PROLOGUE, TABLES, Block, Call, Program, Role, info
 from ..placement import Kind
 from ..plan import Plan
@@ -91,20 +90,9 @@ class Emission:
         return list(dict.fromkeys(call.path.rpartition(".")[0] for call in self.program.layer_calls))
 
     def tied(self) -> dict[str, str]:
-        """Aliases that the loss reads, with the name that keeps the values (which it need not read itself).
-
-        Raises TraceError for a tie between a layer and what is not a layer: their shards could not be kept equal.
-        """
-        inside, used = self.used(self.program.layer_calls), self.used(self.program.calls)
-        tied = {alias: original for alias, original in self.program.tied.items() if alias in used}
-        for alias, original in tied.items():
-            names = {original} & used | {a for a in tied if tied[a] == original}
-            if names & inside and names - inside:
-                raise TraceError(
-                    f"{' and '.join(sorted(names))} are one parameter, of a layer and of what is not one: give each "
-                    f"its own instead of sharing {alias}"
-                )
-        return tied
+        """Aliases that the loss reads, with the name that keeps the values (which it need not read itself)."""
+        used = self.used(self.program.calls)
+        return {alias: original for alias, original in self.program.tied.items() if alias in used}
 
     def used(self, calls: Sequence[Call]) -> set[str]:
         """Every parameter that some calls read, by the name it is read under."""

@@ -57,12 +57,18 @@ def load(folder: Path, parameters: Parameters, optimizer: Optimizer, names: Name
     Every rank calls; each reads its own parts. Optimizer state that is not there starts anew.
     """
     keys = FileSystemReader(folder).read_metadata().state_dict_metadata
-    model = {names.original(n): p.detach() for n, p in parameters.items() if n not in names.parts}
-    states = {n: _empty_states(f"optimizer.{names.original(n)}.", p, keys) for n, p in parameters.items()}
+    kept = {names.original(n): n for n in reversed(parameters)}  # of tied copies the first is read
+    model = {original: parameters[n].detach() for original, n in kept.items() if n not in names.parts}
+    states = {n: _empty_states(f"optimizer.{original}.", parameters[n], keys) for original, n in kept.items()}
     flat = {f"{names.original(n)}.{key}": value for n, own in states.items() for key, value in own.items()}
     step = torch.tensor(0)
     read_checkpoint({"model": model, "optimizer": flat, "step": step}, checkpoint_id=folder)
-    for name, own in states.items():
+    for name, p in parameters.items():
+        first = kept[names.original(name)]
+        own = states[first]
+        if name != first:
+            p.detach().copy_(parameters[first].detach())
+            own = {key: value.clone() for key, value in own.items()}
         optimizer.load_states(name, own)
     return int(step)
 

@@ -92,34 +92,43 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, limit: float
 
 
 class Tied:
-    """Parameters that are one in the original model and live on several stages, as an embedding and its head.
+    """Parameters that are one in the original model and several here, for different stages or layers use them.
 
     pairs: (alias, original); (name, name) for a layer object that several stages use.
 
-    The copies start equal, and stay so: both get the sum of both gradients.
+    The copies start equal, and stay so: each gets the sum of all gradients.
     """
 
     def __init__(self, pairs: Sequence[tuple[str, str]], parameters: Parameters, mesh: Mesh) -> None:
-        self._copies: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
-        self.aliases: set[str] = set()  # copies on this stage that an earlier stage owns
-        if not pairs or mesh.size("pp") == 1:
+        self._copies: list[tuple[list[nn.Parameter], dist.ProcessGroup | None]] = []
+        self.aliases: set[str] = set()  # copies on this stage that another one stands for
+        if not pairs:
             return
-        held: list[list[str]] = [[] for _ in range(mesh.size("pp"))]
-        dist.all_gather_object(held, list(parameters), group=mesh.group("pp"))
+        held: list[list[str]] = [list(parameters)]
+        if mesh.size("pp") > 1:
+            held *= mesh.size("pp")
+            dist.all_gather_object(held, list(parameters), group=mesh.group("pp"))
         tied: dict[str, list[str]] = {}
         for alias, original in pairs:
             tied.setdefault(original, [original]).append(alias)
         for names in tied.values():
             stages = [i for i, stage in enumerate(held) if not set(names).isdisjoint(stage)]
-            if len(stages) > 1:
-                group = _group_of_stages(stages, mesh)
-                own = [name for name in names if name in parameters]
-                self._copies += [(parameters[name], group) for name in own[:1] if parameters[name].requires_grad]
-                self.aliases |= set(own[:1]) if mesh.rank("pp") != stages[0] else set()
+            group = _group_of_stages(stages, mesh) if len(stages) > 1 else None
+            own = [name for name in dict.fromkeys(names) if name in parameters]
+            if own and (group or len(own) > 1):
+                trained = [parameters[name] for name in own if parameters[name].requires_grad]
+                self._copies += [(trained, group)] if trained else []
+                self.aliases |= set(own[1:] if mesh.rank("pp") == stages[0] else own)
 
     def sum_gradients(self) -> None:
-        for p, group in self._copies:
-            all_reduce_buckets([local_part(p.grad)], group)
+        for copies, group in self._copies:
+            total, *others = [local_part(p.grad) for p in copies]
+            for grad in others:
+                total += grad
+            if group:
+                all_reduce_buckets([total], group)
+            for grad in others:
+                grad.copy_(total)
 
 
 def _group_of_stages(stages: Sequence[int], mesh: Mesh) -> dist.ProcessGroup:

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.emit.load import load_source
-from autopar.errors import TraceError
 from autopar.request import read_optimizer
 from autopar.runtime.trainer import Trainer
 from tests.distributed.programs import (
@@ -105,7 +104,10 @@ def test_a_head_registered_before_the_table_that_it_is(kind: str, plan: str) -> 
 
 @pytest.mark.parametrize(("first", "second"), [("tp2", "pp2"), ("zero3-pp2", "one")])
 def test_a_checkpoint_holds_it_under_the_original_name(first: str, second: str, tmp_path: Path) -> None:
-    model = tied()
+    _saved_and_resumed(tied(), first, second, tmp_path)
+
+
+def _saved_and_resumed(model: Subject, first: str, second: str, tmp_path: Path) -> None:
     plans = [model.plan(**PLANS[name]) for name in (first, second)]
     sources = [model.source(plan) for plan in plans]
 
@@ -124,15 +126,25 @@ def test_a_checkpoint_holds_it_under_the_original_name(first: str, second: str, 
         assert error <= 1e-9, name
 
 
-def test_a_tie_between_a_layer_and_what_is_none_is_refused() -> None:
-    class Shared(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm.weight = self.blocks[0].get_submodule("ln_1").weight
+class SharedNorm(Net):
+    """Each layer's first norm and the last one are the same object; the layers differ otherwise."""
 
-    model = subject(Shared(), FP64)
-    with pytest.raises(TraceError, match=r"blocks.0.ln_1.weight and norm.weight are one parameter, of a layer and"):
-        model.source(model.plan())
+    def __init__(self) -> None:
+        super().__init__()
+        first: Any = self.blocks[0]
+        for block in list(self.blocks)[1:]:
+            block.ln_1 = first.ln_1
+        self.norm = first.ln_1
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_norm_that_layers_and_the_model_share(plan: str) -> None:
+    model = subject(SharedNorm(), FP64)
+    assert_parity(model, model.plan(**PLANS[plan]))
+
+
+def test_a_checkpoint_fills_every_copy_of_it(tmp_path: Path) -> None:
+    _saved_and_resumed(subject(SharedNorm(), FP64), "zero3-pp2", "tp2", tmp_path)
 
 
 # --------------------------------------------------------------------------------
