@@ -40,6 +40,7 @@ from .search.op_costs import TimeCosts
 from .search.search import SearchResult, search
 from .search.space import Pins, divisors
 from .trace.initialise import Weights, weights_of
+from .verification.folder import keep_original
 from .verification.program import verify_plan
 
 _LEAST_SHARDED = 0.5
@@ -160,6 +161,7 @@ class Parallelized:
             summary=f"```\n{self}\n```\n\n```\n{self.explain()}\n```",
             gpus_per_node=self.job.cluster.hardware.gpus_per_node,
         )
+        keep_original(folder, self.job, self.program)
         return folder
 
     def load(self) -> ModuleType:

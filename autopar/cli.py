@@ -28,7 +28,8 @@ from .ir.graph import B, S
 from .plan import PRECISIONS, SCHEDULES, Plan
 from .search.explain import why_not
 from .search.search import Candidate, gib
-from .trace.named import named_model
+from .trace.named import named_function, named_model
+from .verification.folder import verify_folder
 
 _PINS = ("pp", "dp", "tp", "zero", "micro_batch", "schedule", "recompute")
 _OF_THE_PLAN = ("sequence", "global_batch", "precision", "optimizer", "lr", "sequence_parallel", "forbid", *_PINS)
@@ -40,6 +41,7 @@ examples:
   autopar emit examples.gpt:build --inputs my_data:example --gpus 4 --gpu cpu --out gpt-4
   autopar run gpt-4 -- --steps 100 --log train.jsonl
   autopar verify examples.llama:tiny_llama --gpus 4 --gpu cpu --tp 2
+  autopar verify gpt-4
 """
 
 
@@ -98,7 +100,11 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    parity = _parallelized(args).verify()
+    if (Path(args.model) / "plan.yaml").exists():
+        comparison = verify_folder(Path(args.model), args.original, args.steps)
+        print(comparison)
+        return 0 if comparison.same else 1
+    parity = _parallelized(args).verify(args.steps)
     print(parity)
     return 0 if parity.holds else 1
 
@@ -142,6 +148,7 @@ def _parallelized(args: argparse.Namespace) -> Parallelized:
         gpu=args.gpu,
         memory=args.memory,
         inputs=inputs,
+        loss=_loss(args),
         sequence=args.sequence,
         global_batch=args.global_batch,
         precision=args.precision,
@@ -150,6 +157,10 @@ def _parallelized(args: argparse.Namespace) -> Parallelized:
         forbid=_forbidden(args.forbid),
         **{name: getattr(args, name) for name in _PINS},
     )
+
+
+def _loss(args: argparse.Namespace) -> Callable[..., Any] | None:
+    return named_function(args.loss, "--loss") if args.loss else None
 
 
 def _of_plan(args: argparse.Namespace, plan: Plan) -> Parallelized:
@@ -164,6 +175,7 @@ def _of_plan(args: argparse.Namespace, plan: Plan) -> Parallelized:
         gpu=args.gpu,
         memory=args.memory,
         inputs=inputs,
+        loss=_loss(args),
         sequence=plan.sequence,
         global_batch=plan.global_batch,
         precision=plan.precision,
@@ -231,8 +243,12 @@ def _parser() -> argparse.ArgumentParser:
     run = command("run", _run, "train a saved program on this machine, by torchrun")
     run.add_argument("folder", type=Path, metavar="DIR", help="what emit wrote")
     run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="-- ...", help="arguments of train.py")
-    verify = command("verify", _verify, "train program and model side by side in fp64 on the CPU, and compare")
+    verify = command("verify", _verify, "train program and model side by side in fp64 on the CPU; DIR: what was edited")
     _add_options(verify)
+    verify.add_argument("--steps", type=int, default=5, metavar="N", help="how many to train (default: 5)")
+    verify.add_argument(
+        "--original", metavar="MODEL", help="of a folder: the model, where the folder does not know it by name"
+    )
     return parser
 
 
@@ -240,6 +256,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="module:function, or a Hugging Face config (file, folder, name)")
     job = parser.add_argument_group("what to train, and on what").add_argument
     job("--inputs", metavar="MODULE:FUNCTION", help="gives example inputs (default: inputs() beside the model)")
+    job("--loss", metavar="MODULE:FUNCTION", help="(outputs, batch) → scalar, where forward returns no loss")
     job("--gpus", type=int, metavar="N", help="how many (default: this machine's)")
     job("--gpu", metavar="NAME", help="h100-sxm-80gb, …, or cpu (default: this machine's)")
     job("--memory", metavar="SIZE", help="budget per GPU, as 70GiB (default: the GPU's usable memory)")

@@ -39,7 +39,7 @@ TIMEOUT_S = 300
 class Task:
     """What the ranks run, put into a folder as job.pt.
 
-    folder: a saved program, run with its own runtime; None is model.py in the task's folder. source: its model.py.
+    sources: of a saved program, which runs with its own runtime; None is model.py in the task's folder.
     weights: by original name; None are those of `folder`. reference: what `train_original` gives; None makes one.
     global_batch, sequence: over those of the program's SETTINGS.
     """
@@ -47,8 +47,8 @@ class Task:
     batches: Sequence[Mapping[str, Tensor]]
     weights: Mapping[str, Tensor] | None
     reference: Mapping[str, Any] | None
+    sources: str | None = None
     folder: str | None = None
-    source: str | None = None
     global_batch: int | None = None
     sequence: int | None = None
 
@@ -103,9 +103,9 @@ def _kill_group(child: subprocess.Popen[str]) -> None:
 def _main(folder: Path) -> None:
     torch.set_num_threads(1)
     job = torch.load(folder / "job.pt", weights_only=True)
-    if job["folder"]:
-        sys.path.insert(0, job["folder"])
-        program = _load_raised(Path(job["source"]), Path(job["folder"]), job)
+    if job["sources"]:
+        sys.path.insert(0, job["sources"])
+        program = _load_raised(Path(job["sources"]) / "model.py", job)
     else:
         program = load_source((folder / "model.py").read_text())
     world_size = program.SETTINGS.world_size
@@ -127,24 +127,24 @@ def _main(folder: Path) -> None:
     (folder / "reports.json").write_text(json.dumps(reports))
 
 
-def _load_raised(source: Path, folder: Path, job: Mapping[str, Any]) -> ModuleType:
+def _load_raised(source: Path, job: Mapping[str, Any]) -> Any:
     """A saved model.py, line by line as it is, but in fp64 and without dropout."""
     without_dropout(importlib.import_module("runtime.random"))
     text = re.sub(r"\btorch\.(bfloat16|float16|half|float32|float)\b", "torch.float64", source.read_text())
     text = re.sub(r"\.(float|half|bfloat16)\(\)", ".double()", text)
-    program = ModuleType("model")
-    program.__file__ = str(folder / "model.py")  # beside its weights
+    program: Any = ModuleType("model")
+    program.__file__ = str(Path(job["folder"]) / "model.py")  # beside its weights
     exec(compile(text, str(source), "exec"), program.__dict__)  # the user's own program, which they ask to run
     asked = {name: job[name] for name in ("global_batch", "sequence") if job[name]}
     program.SETTINGS = replace(program.SETTINGS, precision="fp64", **asked)
     return program
 
 
-def without_dropout(random: ModuleType) -> None:
+def without_dropout(random: Any) -> None:
     """The runtime's own dropout, which draws its masks itself, with probability 0."""
     attention = random.attention
-    random.dropout = lambda x, *args, **kwargs: x  # type: ignore[attr-defined]
-    random.attention = lambda q, k, v, p, *args, **kwargs: attention(q, k, v, 0.0, *args, **kwargs)  # type: ignore[attr-defined]
+    random.dropout = lambda x, *args, **kwargs: x
+    random.attention = lambda q, k, v, p, *args, **kwargs: attention(q, k, v, 0.0, *args, **kwargs)
 
 
 def _rank(rank: int, pipes: Sequence[tuple[Connection, Connection]], folder: Path, program: Any, job: Any) -> None:
@@ -157,7 +157,7 @@ def _rank(rank: int, pipes: Sequence[tuple[Connection, Connection]], folder: Pat
     store, limit = f"file://{folder / 'store'}", timedelta(seconds=TIMEOUT_S)
     dist.init_process_group("gloo", store, rank=rank, world_size=len(pipes), timeout=limit)
     # After the fork: the parent needs no process group.
-    runtime = importlib.import_module("runtime.trainer" if job["folder"] else "autopar.runtime.trainer")
+    runtime = importlib.import_module("runtime.trainer" if job["sources"] else "autopar.runtime.trainer")
     trainer = runtime.Trainer(program, job["weights"], seed=0, device="cpu")
     share, replica = program.SETTINGS.global_batch // program.SETTINGS.dp, trainer.mesh.rank("dp")
     losses, norms, gradients = [], [], {}
