@@ -6,17 +6,20 @@ from .decompose import Decompose
 from .eliminate_dead_code import EliminateDeadCode
 from .insert_casts import InsertCasts
 from .insert_conversions import InsertConversions
+from .insert_data_conversions import InsertDataConversions
 from .insert_recompute import InsertRecompute
 from .lower_conversions import LowerConversions
 from .normalize_loss import NormalizeLoss
 from .shard_parameters import ShardParameters
 from .split_parameters import SplitParameters
+from .split_projections import SplitProjections
 from .split_stages import SplitStages
 
 PREPARE: tuple[Pass, ...] = (
     Clean(),  # first: the patterns below are written for canonical casts and views
     Decompose(),
-    SplitParameters(),  # after decompose: it has written splits as slices
+    SplitProjections(),  # after decompose: it has written splits as slices, biases as adds
+    SplitParameters(),  # after split_projections: it has moved slices of products to their weights
     NormalizeLoss(),  # last: it copies the targets' ancestors, which must be final
 )
 
@@ -24,6 +27,7 @@ PASSES: tuple[Pass, ...] = (
     SplitStages(),
     ShardParameters(),
     InsertConversions(),  # after typing: it compares placements
+    InsertDataConversions(),  # after those over tp, which are linear and so the same on each part of a batch
     InsertCasts(),  # after conversions: half-precision values travel, not fp32 ones
     InsertRecompute(),
     LowerConversions(),  # last of those that see placements as such

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import sympy
@@ -12,7 +12,8 @@ import torch
 from torch import fx
 
 from autopar.ir.build import call, eliminate_dead, replace_node
-from autopar.ir.graph import MODEL, Fused, Program, Role, TensorInfo, arguments, info, set_info
+from autopar.ir.graph import MODEL, Program, arguments, info
+from autopar.ir.results import RESULTS
 from autopar.plan import Plan
 
 aten = torch.ops.aten
@@ -20,13 +21,14 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Decompose:
-    """Split and chunk become slices; a fused projection becomes one matmul a part; linear loses its bias.
+    """Splits become slices, products lose their bias and run on all leading dims, each op has one result.
 
-    Requires: a clean program. Ensures: no op has several outputs; `linear` has no bias (the emitter folds
-    the add back); a projection that is only read in parts has one parameter a part, recorded in `fused`.
+    Requires: a clean program. Ensures: no op of torch's has several outputs; a bias is an add of its own (the
+    emitter folds it back where the types agree); no product's input is flattened to two dims only for it.
 
-        y = linear(x, w, b); q, k = split(y, 64, -1)   |   q = add(linear(x, _w_0), _b_0)
-                                                       |   k = add(linear(x, _w_1), _b_1)
+        h = reshape(x, [b*s, 64])                  |   y = add(matmul(x, w), b)
+        y = reshape(addmm(b, h, w), [b, s, 192])   |   q = slice(y, 2, 0, 64)
+        q, k, v = split(y, 64, 2)                  |   …
     """
 
     name: ClassVar[str] = "decompose"
@@ -34,17 +36,39 @@ class Decompose:
     def apply(self, program: Program, plan: Plan | None) -> Program:
         program = program.copy_blocks()
         graph = program.blocks[MODEL].graph
-        for node in list(graph.nodes):
-            if node.op == "call_function" and node.target in _SPLITS:
-                _slice_parts(node)
-        for node in list(graph.nodes):
-            if node.target is aten.linear.default:
-                program = _split_fused(program, node)
-        for node in list(graph.nodes):
-            if node.target is aten.linear.default and len(node.args) > 2 and node.args[2] is not None:
-                _separate_bias(node)
+        for rewrite in (_decompose, _unflatten):
+            for node in list(graph.nodes):
+                if node.op == "call_function":
+                    rewrite(node)
         eliminate_dead(graph)
         return program
+
+
+def _decompose(node: fx.Node) -> None:
+    if node.target in RESULTS:
+        _separate_results(node)
+    elif node.target in _DECOMPOSITIONS:
+        _DECOMPOSITIONS[node.target](node)
+
+
+# --------------------------------------------------------------------------------
+# Ops of several results
+
+
+def _parts(node: fx.Node) -> list[tuple[fx.Node, int]]:
+    """The readers of an op of several results, and the place of the result that each reads."""
+    readers = list(node.users)
+    assert all(r.target is operator.getitem for r in readers), f"{node.name} is only read by getitem"
+    return [(reader, int(arguments(reader)[1])) for reader in readers]
+
+
+def _separate_results(node: fx.Node) -> None:
+    """getitem(topk(x, 2), 0) → topk.values(x, 2)."""
+    for reader, index in _parts(node):
+        with node.graph.inserting_before(reader):
+            part = call(node.graph, RESULTS[node.target][index], node.args, info(reader), **node.kwargs)
+        replace_node(reader, part)
+    node.graph.erase_node(node)
 
 
 def _split_sizes(node: fx.Node) -> tuple[list[Any], int]:
@@ -62,19 +86,12 @@ def _split_sizes(node: fx.Node) -> tuple[list[Any], int]:
     return [size] * whole + ([rest] if rest else []), dim
 
 
-_SPLITS = {aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int}
-
-
 def _slice_parts(node: fx.Node) -> None:
     """getitem(split(x, sizes, dim), i) → slice(x, dim, start, end)."""
-    if node.target is aten.unbind.int:
-        _select_parts(node)
-        return
     sizes, dim = _split_sizes(node)
     starts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-    for reader in list(node.users):
-        assert reader.target is operator.getitem, "a split is only read by getitem"
-        index = int(arguments(reader)[1]) % len(sizes)
+    for reader, index in _parts(node):
+        index %= len(sizes)
         with node.graph.inserting_before(reader):
             part = call(
                 node.graph, aten.slice.Tensor, (node.args[0], dim, starts[index], starts[index + 1]), info(reader)
@@ -86,70 +103,110 @@ def _slice_parts(node: fx.Node) -> None:
 def _select_parts(node: fx.Node) -> None:
     """getitem(unbind(x, dim), i) → select(x, dim, i)."""
     dim = int(arguments(node)[1]) if len(node.args) > 1 else int(node.kwargs.get("dim", 0))  # type: ignore[arg-type]
-    for reader in list(node.users):
-        index = int(arguments(reader)[1])
+    for reader, index in _parts(node):
         with node.graph.inserting_before(reader):
             part = call(node.graph, aten.select.int, (node.args[0], dim, index), info(reader))
         replace_node(reader, part)
     node.graph.erase_node(node)
 
 
-def _slices_of(node: fx.Node) -> list[fx.Node] | None:
-    """The slices that together read all of node's last dim once each, in order; None if it is read otherwise."""
-    last, end = len(info(node).shape) - 1, 0
-    readers = list(node.users)
-    if len(readers) < 2 or any(r.target is not aten.slice.Tensor or r.args[1] not in (last, -1) for r in readers):
-        return None
-    ordered = sorted(readers, key=lambda r: int(arguments(r)[2]))
-    for reader in ordered:
-        if int(arguments(reader)[2]) != end:
-            return None
-        end += int(info(reader).shape[-1])
-    return ordered if end == int(info(node).shape[-1]) else None
+def _expand_parts(node: fx.Node) -> None:
+    """getitem(broadcast_tensors([x, y]), 1) → y, grown where it is not of the common shape."""
+    for reader, index in _parts(node):
+        part = arguments(node)[0][index]
+        if info(part).shape != info(reader).shape:
+            with node.graph.inserting_before(reader):
+                part = call(node.graph, aten.expand.default, (part, list(info(reader).shape)), info(reader))
+        replace_node(reader, part)
+    node.graph.erase_node(node)
 
 
-def _split_fused(program: Program, node: fx.Node) -> Program:
-    """linear read only in parts → one linear a part, each with its own parameters."""
-    parts = _slices_of(node)
-    operands = [a for a in node.args[1:] if a is not None]
-    own = all(isinstance(a, fx.Node) and info(a).role is Role.PARAMETER and len(a.users) == 1 for a in operands)
-    tied = set(program.tied) | set(program.tied.values())
-    if parts is None or not own or any(info(a).ref in tied for a in operands if isinstance(a, fx.Node)):
-        return program
-    sizes = [info(part).shape[-1] for part in parts]
-    split = []
-    for operand in operands:
-        assert isinstance(operand, fx.Node)
-        program, placeholders = _split_parameter(program, operand, sizes)
-        split.append(placeholders)
-    for part, own_operands in zip(parts, zip(*split, strict=True), strict=True):
-        with node.graph.inserting_before(part):
-            new = call(node.graph, aten.linear.default, (node.args[0], *own_operands), info(node), info(part).shape)
-        replace_node(part, new)
-    eliminate_dead(node.graph)
-    return program
-
-
-def _split_parameter(program: Program, operand: fx.Node, sizes: Sequence[sympy.Expr]) -> tuple[Program, list[fx.Node]]:
-    facts = info(operand)
-    owner, _, leaf = facts.ref.rpartition(".")
-    names = tuple(f"{owner}._{leaf}_{i}" for i in range(len(sizes)))
-    placeholders = []
-    parameters = {k: v for k, v in program.parameters.items() if k != facts.ref}
-    original = program.parameters[facts.ref]
-    for name, size in zip(names, sizes, strict=True):
-        shape = (size, *facts.shape[1:])
-        with operand.graph.inserting_before(operand):
-            new = operand.graph.placeholder(name.replace(".", "_"))
-        placeholders.append(set_info(new, replace(facts, shape=shape, ref=name)))
-        parameters[name] = TensorInfo(shape, original.dtype, original.requires_grad)
-    fused = {**program.fused, facts.ref: Fused(names, 0)}
-    return replace(program, parameters=parameters, fused=fused), placeholders
+# --------------------------------------------------------------------------------
+# Products and gates
 
 
 def _separate_bias(node: fx.Node) -> None:
+    """linear(x, w, b) → add(linear(x, w), b)."""
+    if len(node.args) < 3 or node.args[2] is None:
+        return
     source, weight, bias = node.args
     with node.graph.inserting_before(node):
         product = call(node.graph, aten.linear.default, (source, weight), info(node))
         total = call(node.graph, aten.add.Tensor, (product, bias), info(node))
     replace_node(node, total)
+
+
+def _separate_addend(node: fx.Node) -> None:
+    """addmm(b, x, w), baddbmm(b, x, w) → add(matmul(x, w), b), with the factors alpha and beta where they are not 1."""
+    addend, left, right = node.args
+    with node.graph.inserting_before(node):
+        product = call(node.graph, aten.matmul.default, (left, right), info(node))
+        terms = _scaled(product, node.kwargs.get("alpha", 1)), _scaled(addend, node.kwargs.get("beta", 1))
+        total = call(node.graph, aten.add.Tensor, terms, info(node))
+    replace_node(node, total)
+
+
+def _scaled(value: Any, factor: Any) -> fx.Node:
+    return value if factor == 1 else call(value.graph, aten.mul.Tensor, (value, factor), info(value))  # type: ignore[no-any-return]
+
+
+def _gate(node: fx.Node) -> None:
+    """glu(x, dim) → a · sigmoid(b), with x = [a; b]."""
+    source: Any = node.args[0]
+    shape = info(source).shape
+    dim = int(arguments(node)[1] if len(node.args) > 1 else node.kwargs.get("dim", -1)) % len(shape)  # type: ignore[arg-type]
+    half = shape[dim] / 2
+    with node.graph.inserting_before(node):
+        value = call(node.graph, aten.slice.Tensor, (source, dim, 0, half), info(node))
+        gate = call(node.graph, aten.slice.Tensor, (source, dim, half, shape[dim]), info(node))
+        opened = call(node.graph, aten.sigmoid.default, (gate,), info(node))
+        result = call(node.graph, aten.mul.Tensor, (value, opened), info(node))
+    replace_node(node, result)
+
+
+_PRODUCTS = {aten.linear.default, aten.matmul.default, aten.mm.default}
+
+
+def _unflatten(node: fx.Node) -> None:
+    """reshape(matmul(reshape(x, [b·s, i]), w) + c, [b, s, o]) → matmul(x, w) + c, where s can be sharded."""
+    flat: Any = node.args[0] if node.target in _PRODUCTS else None
+    if flat is None or flat.target is not aten.reshape.default:
+        return
+    source: Any = flat.args[0]
+    lead, width = info(source).shape[:-1], info(node).shape[-1]
+    if len(info(flat).shape) != 2 or info(source).shape[-1] != info(flat).shape[-1] or len(lead) < 2:
+        return
+    chain = [node]
+    while len(chain[-1].users) == 1 and (reader := next(iter(chain[-1].users))).target is aten.add.Tensor:
+        if reader.kwargs or reader.args[0] is not chain[-1] or not _is_vector(reader.args[1]):
+            break
+        chain.append(reader)
+    readers = list(chain[-1].users)
+    if any(r.target is not aten.reshape.default or info(r).shape != (*lead, width) for r in readers):
+        return
+    result = source
+    target = aten.matmul.default if node.target is aten.mm.default else node.target
+    for link in chain:
+        op, shape = (target if link is node else link.target), (*lead, width)
+        with node.graph.inserting_before(link):
+            result = call(node.graph, op, (result, link.args[1]), info(link), shape)
+    for reader in readers:
+        replace_node(reader, result)
+
+
+def _is_vector(value: Any) -> bool:
+    return isinstance(value, fx.Node) and len(info(value).shape) == 1
+
+
+_DECOMPOSITIONS: dict[Any, Callable[[fx.Node], None]] = {
+    aten.broadcast_tensors.default: _expand_parts,
+    aten.split.Tensor: _slice_parts,
+    aten.split.sizes: _slice_parts,
+    aten.split_with_sizes.default: _slice_parts,
+    aten.chunk.default: _slice_parts,
+    aten.unbind.int: _select_parts,
+    aten.linear.default: _separate_bias,
+    aten.addmm.default: _separate_addend,
+    aten.baddbmm.default: _separate_addend,
+    aten.glu.default: _gate,
+}

@@ -1,8 +1,7 @@
-"""decompose: splits, fused projections, biases."""
+"""decompose: splits, results, biases, products of flattened values."""
 
-from autopar.ir.graph import Fused
 from autopar.passes.decompose import Decompose
-from tests.passes.programs import assert_becomes, read
+from tests.passes.programs import assert_becomes
 
 
 def test_a_linear_loses_its_bias_to_an_add() -> None:
@@ -28,84 +27,6 @@ def test_a_linear_loses_its_bias_to_an_add() -> None:
     )
 
 
-def test_a_fused_projection_is_one_linear_a_part() -> None:
-    """S4: no Shard(0) of a fused weight holds a part of q, of k and of v."""
-    after = assert_becomes(
-        Decompose(),
-        """
-        block model:
-          x: [b, 8] = input x
-          w: [12, 8] = parameter attn.qkv.weight
-          c: [12] = parameter attn.qkv.bias
-          y: [b, 12] = linear(x, w, c)
-          parts: [b, 6] = split(y, 6, -1)
-          q: [b, 6] = getitem(parts, 0)
-          k: [b, 6] = getitem(parts, 1)
-          z: [b, 6] = mul(q, k)
-          return z
-        """,
-        """
-        block model:
-          x: [b, 8] = input x
-          attn_qkv__weight_0: [6, 8] = parameter attn.qkv._weight_0
-          attn_qkv__weight_1: [6, 8] = parameter attn.qkv._weight_1
-          attn_qkv__bias_0: [6] = parameter attn.qkv._bias_0
-          attn_qkv__bias_1: [6] = parameter attn.qkv._bias_1
-          linear_default_2: [b, 6] = linear(x, attn_qkv__weight_0)
-          add_tensor: [b, 6] = add(linear_default_2, attn_qkv__bias_0)
-          linear_default_3: [b, 6] = linear(x, attn_qkv__weight_1)
-          add_tensor_1: [b, 6] = add(linear_default_3, attn_qkv__bias_1)
-          z: [b, 6] = mul(add_tensor, add_tensor_1)
-          return z
-        """,
-    )
-    assert after.fused == {
-        "attn.qkv.weight": Fused(("attn.qkv._weight_0", "attn.qkv._weight_1"), 0),
-        "attn.qkv.bias": Fused(("attn.qkv._bias_0", "attn.qkv._bias_1"), 0),
-    }
-    assert set(after.parameters) == {part for fused in after.fused.values() for part in fused.parts}
-
-
-def test_grouped_heads_give_parts_of_different_sizes() -> None:
-    after = Decompose().apply(
-        read(
-            """
-            block model:
-              x: [b, 8] = input x
-              w: [16, 8] = parameter qkv.weight
-              y: [b, 16] = linear(x, w)
-              parts: [b, 8] = split_with_sizes(y, [8, 4, 4], 1)
-              q: [b, 8] = getitem(parts, 0)
-              k: [b, 4] = getitem(parts, 1)
-              v: [b, 4] = getitem(parts, 2)
-              return q, k, v
-            """
-        ),
-        None,
-    )
-    assert [after.parameters[f"qkv._weight_{i}"].shape[0] for i in range(3)] == [8, 4, 4]
-
-
-UNFUSED = """
-block model:
-  x: [b, 8] = input x
-  w: [12, 8] = parameter w
-  y: [b, 12] = linear(x, w)
-  q: [b, 6] = slice(y, -1, 0, 6)
-  {more}
-"""
-
-
-def test_a_projection_that_is_also_read_whole_stays() -> None:
-    before = UNFUSED.format(more="z: [b, 12] = relu(y)\n  return q, z")
-    assert_becomes(Decompose(), before, before)
-
-
-def test_a_projection_of_which_a_part_is_dropped_stays() -> None:
-    before = UNFUSED.format(more="k: [b, 4] = slice(y, -1, 8, 12)\n  return q, k")
-    assert_becomes(Decompose(), before, before)
-
-
 def test_chunks_of_a_value_are_slices() -> None:
     assert_becomes(
         Decompose(),
@@ -123,5 +44,110 @@ def test_chunks_of_a_value_are_slices() -> None:
           slice_tensor: [b, 4] = slice(x, 1, 0, 4)
           slice_tensor_1: [b, 3] = slice(x, 1, 4, 7)
           return slice_tensor, slice_tensor_1
+        """,
+    )
+
+
+def test_conv1d_of_gpt2_is_a_matmul_on_all_leading_dims_and_a_bias() -> None:
+    assert_becomes(
+        Decompose(),
+        """
+        block model:
+          x: [b, s, 8] = input x
+          w: [8, 12] = parameter w
+          c: [12] = parameter c
+          flat: [b*s, 8] = reshape(x, [b*s, 8])
+          y: [b*s, 12] = addmm(c, flat, w)
+          z: [b, s, 12] = reshape(y, [b, s, 12])
+          return z
+        """,
+        """
+        block model:
+          x: [b, s, 8] = input x
+          w: [8, 12] = parameter w
+          c: [12] = parameter c
+          matmul_default_1: [b, s, 12] = matmul(x, w)
+          add_tensor_1: [b, s, 12] = add(matmul_default_1, c)
+          return add_tensor_1
+        """,
+    )
+
+
+def test_a_product_read_in_another_shape_stays_flat() -> None:
+    before = """
+        block model:
+          x: [b, s, 8] = input x
+          w: [12, 8] = parameter w
+          flat: [b*s, 8] = reshape(x, [b*s, 8])
+          y: [b*s, 12] = linear(flat, w)
+          z: [s, b, 12] = reshape(y, [s, b, 12])
+          return z
+        """
+    assert_becomes(Decompose(), before, before)
+
+
+def test_the_factors_of_addmm_are_products() -> None:
+    assert_becomes(
+        Decompose(),
+        """
+        block model:
+          x: [b, 8] = input x
+          w: [8, 12] = parameter w
+          c: [12] = parameter c
+          y: [b, 12] = addmm(c, x, w, beta=0.5, alpha=2)
+          return y
+        """,
+        """
+        block model:
+          x: [b, 8] = input x
+          w: [8, 12] = parameter w
+          c: [12] = parameter c
+          matmul_default: [b, 12] = matmul(x, w)
+          mul_tensor: [b, 12] = mul(matmul_default, 2)
+          mul_tensor_1: [12] = mul(c, 0.5)
+          add_tensor: [b, 12] = add(mul_tensor, mul_tensor_1)
+          return add_tensor
+        """,
+    )
+
+
+def test_each_result_of_an_op_is_an_op() -> None:
+    assert_becomes(
+        Decompose(),
+        """
+        block model:
+          x: [b, 8] = input x
+          top: [b, 2] = topk(x, 2)
+          values: [b, 2] = getitem(top, 0)
+          places: [b, 2] int = getitem(top, 1)
+          return values, places
+        """,
+        """
+        block model:
+          x: [b, 8] = input x
+          topk_values_default: [b, 2] = topk_values(x, 2)
+          topk_indices_default: [b, 2] = topk_indices(x, 2)
+          return topk_values_default, topk_indices_default
+        """,
+    )
+
+
+def test_glu_is_a_product_of_halves() -> None:
+    assert_becomes(
+        Decompose(),
+        """
+        block model:
+          x: [b, 8] = input x
+          y: [b, 4] = glu(x)
+          return y
+        """,
+        """
+        block model:
+          x: [b, 8] = input x
+          slice_tensor: [b, 4] = slice(x, 1, 0, 4)
+          slice_tensor_1: [b, 4] = slice(x, 1, 4, 8)
+          sigmoid_default: [b, 4] = sigmoid(slice_tensor_1)
+          mul_tensor: [b, 4] = mul(slice_tensor, sigmoid_default)
+          return mul_tensor
         """,
     )
