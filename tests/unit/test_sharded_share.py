@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from autopar.compiler import prepare
 from autopar.cost_models.describe import describe
@@ -21,6 +20,7 @@ from autopar.search.op_costs import TimeCosts
 from autopar.trace.huggingface import default_inputs, is_huggingface
 from examples.gpt import GPT, GPTConfig
 from examples.llama import llama_3_8b
+from tests.zoo import ParallelGPT, huggingface
 
 VALUES = {B: 1, S: 2048}
 
@@ -31,18 +31,62 @@ def gpt_1_3b() -> nn.Module:
         return GPT(GPTConfig(vocab_size=50257, n_layer=24, n_head=16, d_model=2048, block_size=2048))
 
 
-def qwen2_7b() -> nn.Module:
-    config = Qwen2Config(
-        vocab_size=152_064,
-        hidden_size=3584,
-        intermediate_size=18_944,
-        num_hidden_layers=28,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-        use_cache=False,
-    )
+def published(name: str, attention: str = "sdpa", **config: Any) -> Callable[[], nn.Module]:
+    """A builder of transformers' model class `name` on meta, at a published configuration."""
+
+    def build() -> nn.Module:
+        with torch.device("meta"):
+            return huggingface(name, attention, **config)()
+
+    return build
+
+
+def parallel_6b() -> nn.Module:
+    """GPT-J's sizes."""
     with torch.device("meta"):
-        return Qwen2ForCausalLM(config)
+        return ParallelGPT(layers=28, d=4096, heads=16, width=16_384)
+
+
+# At the sizes of: gpt2-medium, bert-large, t5-large, whisper-large-v3, vit-large, Qwen2-7B, Qwen3-8B, Gemma-2-9B,
+# Mixtral-8x7B.
+PUBLISHED: dict[str, Callable[[], nn.Module]] = {
+    "gpt": gpt_1_3b,
+    "llama": llama_3_8b,
+    "qwen2": published(
+        "Qwen2ForCausalLM", vocab_size=152_064, hidden_size=3584, intermediate_size=18_944, num_hidden_layers=28,
+        num_attention_heads=28, num_key_value_heads=4, use_cache=False,
+    ),
+    "gpt2": published("GPT2LMHeadModel", n_embd=1024, n_layer=24, n_head=16, use_cache=False),
+    "bert": published(
+        "BertForMaskedLM", hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
+    ),
+    "t5": published(
+        "T5ForConditionalGeneration", d_model=1024, d_ff=4096, num_layers=24, num_heads=16, use_cache=False,
+        decoder_start_token_id=0,
+    ),
+    "whisper": published(
+        "WhisperForConditionalGeneration", num_mel_bins=128, d_model=1280, encoder_layers=32, decoder_layers=32,
+        encoder_attention_heads=20, decoder_attention_heads=20, encoder_ffn_dim=5120, decoder_ffn_dim=5120,
+        vocab_size=51_866, use_cache=False,
+    ),
+    "vit": published(
+        "ViTForImageClassification", hidden_size=1024, num_hidden_layers=24, num_attention_heads=16,
+        intermediate_size=4096, num_labels=1000,
+    ),
+    "qwen3": published(
+        "Qwen3ForCausalLM", vocab_size=151_936, hidden_size=4096, intermediate_size=12_288, num_hidden_layers=36,
+        num_attention_heads=32, num_key_value_heads=8, head_dim=128, use_cache=False,
+    ),
+    "gemma2": published(
+        "Gemma2ForCausalLM", "eager", vocab_size=256_000, hidden_size=3584, intermediate_size=14_336,
+        num_hidden_layers=42, num_attention_heads=16, num_key_value_heads=8, head_dim=256, use_cache=False,
+    ),
+    "parallel": parallel_6b,
+    "mixtral": published(
+        "MixtralForCausalLM", vocab_size=32_000, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32,
+        num_attention_heads=32, num_key_value_heads=8, use_cache=False,
+    ),
+}  # fmt: skip
 
 
 def inputs_of(model: nn.Module) -> Mapping[str, Any]:
@@ -52,9 +96,9 @@ def inputs_of(model: nn.Module) -> Mapping[str, Any]:
     return {"input_ids": ids, "labels": ids}
 
 
-@pytest.mark.parametrize("build", [gpt_1_3b, llama_3_8b, qwen2_7b])
-def test_tp_divides_the_work(build: Callable[[], nn.Module]) -> None:
-    model = build()
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_tp_divides_the_work(family: str) -> None:
+    model = PUBLISHED[family]()
     program = prepare(model, inputs_of(model), "bf16")
     for layout in LAYOUTS:
         assert sharded_fraction(program, layout) >= 0.95, layout.name
