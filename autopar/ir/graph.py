@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from ..placement import Placement, Strategy
+from .custom import OpaqueCall
 
 B = sympy.Symbol("b", positive=True, integer=True)
 S = sympy.Symbol("s", positive=True, integer=True)
@@ -198,8 +199,9 @@ class Program:
     """A model as calls of blocks, with what lies outside them.
 
     name: class name of the model. tied: alias → original parameter name. fused: original name → parts.
-    sequence_range: lengths of `s` for which the trace holds. stages and recompute (layer indices) are set by
-    the passes of the same names.
+    sequence_range: lengths of `s` for which the trace holds. mutated: buffers that forward updates. opaque: modules
+    that are kept whole, by name. stages
+    and recompute (layer indices) are set by the passes of the same names.
     """
 
     name: str
@@ -213,6 +215,8 @@ class Program:
     sequence_range: tuple[int, int] = (1, 1 << 30)
     stages: tuple[Stage, ...] = ()
     recompute: frozenset[int] = frozenset()
+    mutated: tuple[str, ...] = ()
+    opaque: dict[str, OpaqueCall] = field(default_factory=dict)
 
     def copy_blocks(self) -> Program:
         """The same program with blocks that a pass may change."""

@@ -19,18 +19,28 @@ from torch.export import Dim
 from ..errors import TraceError
 from ..ir.graph import Program
 from . import repeats
-from .importer import NOT_THE_USERS, Importer
+from .importer import Importer
+from .literals import Literals
+from .opaque import Opaque
+from .source import place_of_error
 
 _MAX_SEQUENCE = 1 << 20
 _SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 16, 17, 100, 128, 1000, 4096, 4099)  # on which assertions are tried
 
 
-def trace(model: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype, fold: bool = False) -> Program:
+def trace(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    dtype: torch.dtype,
+    fold: bool = False,
+    batch_norm: str = "refuse",
+) -> Program:
     """Trace `model(**inputs)`, whose result is or begins with the loss, into a program of one block.
 
     `inputs` are example keyword inputs, batch on dim 0; integer inputs of two dims (ids, labels) fix
     the sequence length. Values are never read: weights may be on meta. `dtype` is the compute dtype. With `fold`
-    the inner layers of deep lists are stand-ins (see `repeats`).
+    the inner layers of deep lists are stand-ins (see `repeats`). batch_norm: "refuse", or "synchronise" to let forward
+    update running statistics.
     Raises TraceError where the model branches on values or depends on ambient autocast.
     """
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
@@ -41,8 +51,9 @@ def trace(model: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype, fold:
     if fold and not repeats.fold(shadow):
         raise repeats.NotRepeatedError("no list of equal layers")
     example, dims = _example(inputs)
-    exported = _export(shadow, example, dims)
-    return Importer(model, exported, example, dims, dtype).program()
+    opaque = Opaque(model, shadow, dtype)
+    exported = opaque.export(lambda: _export(shadow, example, dims))
+    return opaque.complete(Importer(model, exported, example, dims, dtype, batch_norm).program())
 
 
 def _meta_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -87,10 +98,11 @@ def _export(model: nn.Module, example: dict[str, Any], dims: dict[str, dict[int,
             name: {d: symbols[kind] for d, kind in dims[name].items()} if name in dims else None for name in example
         }
         try:
-            exported = torch.export.export(
-                model, (), example, strict=False, dynamic_shapes=shapes,
-                prefer_deferred_runtime_asserts_over_guards=deferred,
-            )  # fmt: skip
+            with Literals():  # type: ignore[no-untyped-call]
+                exported = torch.export.export(
+                    model, (), example, strict=False, dynamic_shapes=shapes,
+                    prefer_deferred_runtime_asserts_over_guards=deferred,
+                )  # fmt: skip
             if deferred:
                 _check_asserts(exported, dims)
             return exported
@@ -101,11 +113,11 @@ def _export(model: nn.Module, example: dict[str, Any], dims: dict[str, dict[int,
             elif "satisfy the generated guard" in str(error) and not deferred:
                 deferred = True  # torch's own guards, which hold for all sizes but which it cannot prove
             else:
-                raise TraceError(_explain(error)) from error
+                raise TraceError(_explain(error, model)) from error
         except (repeats.NotRepeatedError, TraceError):
             raise
         except Exception as error:  # noqa: BLE001 - whatever the user's forward raised, told with its place
-            raise TraceError(_explain(error)) from error
+            raise TraceError(_explain(error, model)) from error
     raise TraceError(f"no range of sequence lengths could be found for the model (last tried {low}…{high})")
 
 
@@ -132,24 +144,12 @@ def _check_asserts(exported: torch.export.ExportedProgram, dims: dict[str, dict[
                 )
 
 
-def _explain(error: Exception) -> str:
-    """One message with the user's own line, and the way out."""
+def _explain(error: Exception, model: nn.Module) -> str:
+    """One message with the user's own lines, and the way out."""
     text = str(error).strip().split("\n\n")[0]
-    frame = _user_frame(error)
     hint = ""
     if "data-dependent" in str(error) or "DataDependent" in type(error).__name__:
         hint = "; a branch on tensor values cannot be traced: use torch.where or torch.cond there"
     elif "specializ" in str(error) or "Constraints violated" in str(error):
         hint = "; the model fixes its batch or sequence size there: derive it from the input's shape"
-    return f"tracing failed{frame}: {type(error).__name__}: {text}{hint}"
-
-
-def _user_frame(error: BaseException) -> str:
-    """The innermost frame of the traceback that is neither torch's nor ours."""
-    place, traceback = "", error.__traceback__
-    while traceback is not None:
-        name = traceback.tb_frame.f_code.co_filename
-        if not name.startswith((*NOT_THE_USERS, "<")):
-            place = f" at {name}:{traceback.tb_lineno}"
-        traceback = traceback.tb_next
-    return place
+    return f"tracing failed{place_of_error(error, model)}: {type(error).__name__}: {text}{hint}"

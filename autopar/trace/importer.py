@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
-from pathlib import Path
 from typing import Any
 
 import sympy
@@ -25,16 +22,18 @@ from ..ir.graph import (
     TensorInfo,
     arguments,
     info,
+    op_name,
     set_info,
     update_info,
 )
-from .inplace import functional, mutates
+from .inline import inline_regions
+from .inplace import Memory, mutates, written
+from .source import module_path, place, source_line
 
 _MAX_SEQUENCE = 1 << 20
-# Frames of torch and of ours are not the user's source.
-NOT_THE_USERS = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, Path(__file__).parent))
 # Where the trace ran and how it laid out constants: the emitter writes the block's own device.
 _BAKED = ("device", "pin_memory", "layout")
+_STATISTICS = {torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default}
 
 
 class Importer:
@@ -47,27 +46,25 @@ class Importer:
         example: dict[str, Any],
         dims: dict[str, dict[int, str]],
         dtype: torch.dtype,
+        batch_norm: str = "refuse",
     ) -> None:
         self.model, self.exported, self.example, self.dims = model, exported, example, dims
-        self.dtype = dtype
+        self.dtype, self.batch_norm = dtype, batch_norm
         self.graph = fx.Graph()
-        self.mapping: dict[fx.Node, Any] = {}
+        self.memory = Memory(self.graph, self._build)
         self.symbols: dict[sympy.Symbol, sympy.Expr] = {}
         self.aliases = _aliases(model)
         self.buffers: dict[str, TensorInfo] = {}
         self.placed: dict[str, fx.Node] = {}  # parameter name → its placeholder
+        self.mutated: dict[str, None] = {}  # buffers that forward updates
 
     def program(self) -> Program:
         signature = self.exported.graph_signature
-        if changed := sorted(signature.buffers_to_mutate.values()):
-            raise TraceError(
-                f"forward changes the buffers {', '.join(changed[:3])}: micro-batches and recompute would change them "
-                "several times a step. Keep such state outside forward (batch norm: use group or layer norm)"
-            )
+        inline_regions(self.exported.graph_module)
         self._learn_symbols()
         for node in self.exported.graph.nodes:
             if node.op == "placeholder":
-                self.mapping[node] = self._placeholder(node, signature)
+                self.memory.define(node, self._placeholder(node, signature))
             elif node.op == "call_function":
                 self._call(node)
             elif node.op == "output":
@@ -89,6 +86,7 @@ class Importer:
             inputs=inputs,
             tied={a: o for a, o in self.aliases.items() if a != o},
             sequence_range=self._sequence_range(),
+            mutated=tuple(self.mutated),
         )
 
     def _learn_symbols(self) -> None:
@@ -115,12 +113,10 @@ class Importer:
 
     def _facts(self, node: fx.Node, value: Any = None, **more: Any) -> NodeInfo:
         value = node.meta["val"] if value is None else value
-        stack = node.meta.get("nn_module_stack") or {}
-        paths = [str(path) for path, _ in stack.values()]
-        module = re.sub(r"@\d+", "", paths[-1]) if paths else ""
         return NodeInfo(
-            self._shape(value.shape), self._dtype(value.dtype), module=module, source=_source(node.stack_trace), **more
-        )
+            self._shape(value.shape), self._dtype(value.dtype), module=module_path(node),
+            source=source_line(node.stack_trace), **more,
+        )  # fmt: skip
 
     def _dtype(self, dtype: torch.dtype) -> torch.dtype:
         """In fp64 programs the author's float32 is float64: parity to 1e-9 would end at the first upcast."""
@@ -148,29 +144,75 @@ class Importer:
 
     def _call(self, node: fx.Node) -> None:
         value = node.meta.get("val")
-        if isinstance(value, torch.SymInt | int):
-            self.mapping[node] = self._expr(value)
+        if isinstance(value, torch.SymInt | torch.SymFloat | int | float):
+            self.memory.define(node, self._expr(value))
             return
         if value is None or isinstance(value, torch.SymBool) or (isinstance(value, list | tuple) and not value):
             return  # an assertion
+        if not mutates(node):
+            self.memory.define(node, self._build(node))
+        elif not self._is_statistic(node):
+            self._write(node)
+
+    def _build(self, node: fx.Node) -> fx.Node:
+        """An exported op as one of ours."""
         target: Any = node.target
-        if mutates(node):
-            target = functional(node, _source(node.stack_trace))
-        args = self._mapped(tuple(node.args))
-        kwargs = {k: self._mapped(v) for k, v in node.kwargs.items() if k not in _BAKED}
-        new = self.graph.call_function(target, args, kwargs)
-        self.mapping[node] = new
-        if mutates(node):
-            self.mapping[arguments(node)[0]] = new  # later readers see what was written
+        if isinstance(target, torch._ops.HigherOrderOperator):  # no public name; torch.cond is one
+            raise TraceError(f"{target.__name__}{place(node)} has branches of its own: use torch.where there")
+        if target in _STATISTICS:
+            self._running_statistics(node)
+        new = self.graph.call_function(target, *self._operands(node))
+        value = node.meta["val"]
         # An op of several outputs (split) carries the facts of its first until `decompose` removes it.
-        first = value if isinstance(value, torch.Tensor) else value[0]
+        several = [] if isinstance(value, torch.Tensor) else [v for v in value if v.is_floating_point()]
+        first = value if isinstance(value, torch.Tensor) else (*several, *value)[0]
         set_info(new, self._facts(node, first))
         update_info(new, requires_grad=first.is_floating_point() and derives_gradient(new))
+        return new
+
+    def _operands(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        kwargs = {k: self._mapped(v) for k, v in node.kwargs.items() if k not in _BAKED}
+        return self._mapped(tuple(node.args)), kwargs
+
+    def _is_statistic(self, node: fx.Node) -> bool:
+        """Whether the in-place op counts the batches of a batch norm; recorded then."""
+        counter = arguments(node)[0]
+        counted = isinstance(counter, fx.Node) and counter.op == "placeholder" and op_name(node) == "add_"
+        facts = info(self.memory.read(counter)) if counted else None
+        if facts is None or facts.role is not Role.BUFFER or not facts.ref.endswith("num_batches_tracked"):
+            return False
+        self._update(node, facts.ref)
+        return True
+
+    def _running_statistics(self, node: fx.Node) -> None:
+        """Record the running mean and variance that a norm of batches updates."""
+        mean, variance, training = arguments(node)[3:6]
+        if training:
+            for statistic in (mean, variance):
+                if isinstance(statistic, fx.Node):
+                    self._update(node, info(self.memory.read(statistic)).ref)
+
+    def _update(self, node: fx.Node, buffer: str) -> None:
+        if self.batch_norm != "synchronise":
+            raise TraceError(
+                f"forward changes the buffer {buffer}{place(node)}: micro-batches and recompute would change it "
+                "several times a step, and each GPU sees other samples. Use group or layer norm, or parallelize(…, "
+                "batch_norm='synchronise'): statistics of the micro-batch on all GPUs"
+            )
+        self.mutated[buffer] = None
+
+    def _write(self, node: fx.Node) -> None:
+        """An in-place op as the new value of what it writes to."""
+        before = set(self.graph.nodes)
+        self.memory.write(node, written(self.graph, node, *self._operands(node), self._dtype))
+        facts = self._facts(node)
+        for new in set(self.graph.nodes) - before:
+            update_info(new, module=facts.module, source=facts.source)
 
     def _mapped(self, argument: Any) -> Any:
         """An argument of the exported graph as ours: nodes, sizes and dtypes translated."""
         if isinstance(argument, fx.Node):
-            return self.mapping[argument]
+            return self.memory.read(argument)
         if isinstance(argument, tuple):
             return tuple(self._mapped(a) for a in argument)
         if isinstance(argument, list):
@@ -178,15 +220,14 @@ class Importer:
         return self._dtype(argument) if isinstance(argument, torch.dtype) else argument
 
     def _output(self, node: fx.Node, signature: Any) -> None:
-        mutated = set(signature.buffers_to_mutate)
-        results = [n for n in arguments(node)[0] if isinstance(n, fx.Node) and n.name not in mutated]
+        results = [n for n in arguments(node)[0] if isinstance(n, fx.Node)]
         if not results or tuple(results[0].meta["val"].shape) != ():
             shape = tuple(results[0].meta["val"].shape) if results else "nothing"
             raise TraceError(
                 f"{type(self.model).__name__}.forward must return the loss first (a 0-dim tensor), not {shape}: "
                 "pass labels in inputs, or loss=a callable (outputs, batch) -> scalar"
             )
-        self.graph.output((self.mapping[results[0]],))
+        self.graph.output((self.memory.read(results[0]),))
 
     def _separate_ties(self) -> None:
         """Give each use of a tied parameter the alias of the module that uses it, so that names read right."""
@@ -230,10 +271,3 @@ def _aliases(model: nn.Module) -> dict[str, str]:
 def _module(node: fx.Node) -> str:
     facts: NodeInfo | None = node.meta.get("autopar")
     return facts.module if facts else ""
-
-
-def _source(stack_trace: str | None) -> str:
-    """The innermost user line of a recorded stack trace, as file:line."""
-    frames = re.findall(r'File "([^"]+)", line (\d+)', stack_trace or "")
-    own = [f for f in frames if not f[0].startswith(NOT_THE_USERS)] or frames
-    return f"{own[-1][0]}:{own[-1][1]}" if own else ""

@@ -1,0 +1,80 @@
+"""Regions that a context manager made in the user's forward, written into the graph around them.
+
+`with torch.no_grad():` and `with torch.autocast(…):` are exported as ops that call a graph of their own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..errors import TraceError
+from ..ir.graph import arguments, op_name
+from .source import place
+
+aten = torch.ops.aten
+_GRADIENTS, _AUTOCAST = "wrap_with_set_grad_enabled", "wrap_with_autocast"
+
+
+def inline_regions(module: fx.GraphModule) -> None:
+    """Replace each region by its ops, in place.
+
+    What enters a region without gradients is detached there. A region with autocast switched off is its ops: no
+    autocast is on around it (`trace` refuses that). Raises TraceError for autocast switched on.
+    """
+    for node in list(module.graph.nodes):
+        if node.op != "call_function" or op_name(node) not in (_GRADIENTS, _AUTOCAST):
+            continue
+        if op_name(node) == _GRADIENTS:
+            enabled, region, *operands = arguments(node)
+        else:
+            device, dtype, enabled, _, region, *operands = arguments(node)
+            if enabled:
+                at = place(_first(module, region))
+                raise TraceError(
+                    f"torch.autocast({device!r}, dtype={dtype}) is switched on inside forward{at}: its casts "
+                    "depend on the device. Leave it out and choose precision=, with explicit .float() "
+                    "or .to(dtype) where a part needs another dtype"
+                )
+        detached = op_name(node) == _GRADIENTS and not enabled
+        inner = getattr(module, region.target)
+        inline_regions(inner)
+        _inline(node, inner.graph, operands, detached)
+    module.graph.eliminate_dead_code(is_impure_node=lambda n: n.op != "get_attr")
+
+
+def _first(module: fx.GraphModule, region: fx.Node) -> fx.Node:
+    graph = getattr(module, str(region.target)).graph
+    return next(n for n in graph.nodes if n.op == "call_function")
+
+
+def _inline(node: fx.Node, region: fx.Graph, operands: list[Any], detached: bool) -> None:
+    graph = node.graph
+    mapping: dict[fx.Node, Any] = {}
+    inner = [n for n in region.nodes if n.op == "placeholder"]
+    entered = dict(zip(inner, operands, strict=True))
+    with graph.inserting_before(node):
+        for placeholder, operand in entered.items():
+            mapping[placeholder] = _detach(graph, placeholder, operand) if detached else operand
+        for n in region.nodes:
+            if n.op == "call_function":
+                mapping[n] = graph.node_copy(n, lambda m: mapping[m])
+    output = next(n for n in region.nodes if n.op == "output")
+    # What only passes through a region keeps its gradient.
+    results = [entered[r] if r in entered else mapping[r] for r in arguments(output)[0]]
+    for reader in list(node.users):
+        reader.replace_all_uses_with(results[arguments(reader)[1]])
+        graph.erase_node(reader)
+    graph.erase_node(node)
+
+
+def _detach(graph: fx.Graph, placeholder: fx.Node, operand: fx.Node) -> fx.Node:
+    value = operand.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return operand
+    new = graph.call_function(aten.detach.default, (operand,))
+    reader = next(iter(placeholder.users), None)
+    new.meta = {**(reader.meta if reader is not None and reader.op == "call_function" else {}), "val": value}
+    return new

@@ -1,0 +1,44 @@
+"""Tensors that forward makes of Python numbers: traced as ops that fill, since a constant on meta has no value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode  # type: ignore[attr-defined]
+
+
+class Literals(TorchFunctionMode):
+    """Within: `torch.tensor(numbers)` is a `torch.full` for each number, and `x.data` is `x.detach()`."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.tensor, torch.as_tensor) and args and not isinstance(args[0], Tensor):
+            data, dtype = args[0], kwargs.get("dtype", args[1] if len(args) > 1 else None)
+            if _numbers(data):
+                return _filled(data, dtype or _common_dtype(data), kwargs.get("device"))
+        if func == Tensor.data.__get__:  # type: ignore[attr-defined]
+            return args[0].detach()
+        return func(*args, **kwargs)
+
+
+def _numbers(data: Any) -> bool:
+    """Whether data is a number or nested lists of numbers."""
+    if isinstance(data, list | tuple):
+        return bool(data) and all(_numbers(item) for item in data)
+    return isinstance(data, bool | int | float)
+
+
+def _common_dtype(data: Any) -> torch.dtype:
+    """The dtype that torch.tensor gives these numbers."""
+    flat = torch.utils._pytree.tree_leaves(data)  # torch has no public name for it
+    if all(isinstance(number, bool) for number in flat):
+        return torch.bool
+    return torch.get_default_dtype() if any(isinstance(number, float) for number in flat) else torch.int64
+
+
+def _filled(data: Any, dtype: torch.dtype, device: Any) -> Tensor:
+    if not isinstance(data, list | tuple):
+        return torch.full((), data, dtype=dtype, device=device)
+    return torch.stack([_filled(item, dtype, device) for item in data])

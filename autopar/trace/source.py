@@ -1,0 +1,63 @@
+"""Where in the user's model something is: module path and source line, of a node or of an exception."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch import fx, nn
+
+# Frames of torch and of ours are not the user's source.
+NOT_THE_USERS = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, Path(__file__).parent))
+
+
+def source_line(stack_trace: str | None) -> str:
+    """The innermost user line of a recorded stack trace, as file:line."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', stack_trace or "")
+    own = [f for f in frames if not f[0].startswith(NOT_THE_USERS)] or frames
+    return f"{own[-1][0]}:{own[-1][1]}" if own else ""
+
+
+def module_path(node: fx.Node) -> str:
+    """The path of the module that ran an exported op."""
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = [str(path) for path, _ in stack.values()]
+    return re.sub(r"@\d+", "", paths[-1]) if paths else ""
+
+
+def place(node: fx.Node) -> str:
+    """ " in model.layers.3.mlp, at file.py:12" of an exported op, with what is known of it."""
+    module, line = module_path(node), source_line(node.stack_trace)
+    return (f" in {module}" if module else "") + (f", at {line}" if module and line else f" at {line}" if line else "")
+
+
+def place_of_error(error: BaseException, model: nn.Module) -> str:
+    """The innermost user frame of an exception, its module's path, and the source lines around it."""
+    names = {id(module): name for name, module in model.named_modules()}
+    frame, line, path = None, 0, ""
+    traceback = error.__traceback__
+    while traceback is not None:
+        here = traceback.tb_frame
+        owner = here.f_locals.get("self")
+        path = names.get(id(owner), path) if isinstance(owner, nn.Module) else path
+        if not here.f_code.co_filename.startswith((*NOT_THE_USERS, "<")):
+            frame, line = here, traceback.tb_lineno
+        traceback = traceback.tb_next
+    if frame is None:
+        return f" in {path}" if path else ""
+    inside = f" in {path}," if path else ""
+    return f"{inside} at {frame.f_code.co_filename}:{line}\n{_excerpt(frame, line)}\n"
+
+
+def _excerpt(frame: FrameType, line: int) -> str:
+    """The line and two on each side, the line itself marked."""
+    lines = []
+    for number in range(max(1, line - 2), line + 3):
+        text = linecache.getline(frame.f_code.co_filename, number).rstrip()
+        if text:
+            lines.append(f"  {'→' if number == line else ' '} {number:4d}  {text}")
+    return "\n".join(lines)
