@@ -32,6 +32,7 @@ from .plan import Plan, Solution
 from .progress import progress
 from .request import Job, OptimizerLike, make_job
 from .rules import Axis
+from .rules.data_axis import data_types
 from .search.explain import explain, plan_table
 from .search.explain import why_not as why_slower
 from .search.intra_op import solve
@@ -40,6 +41,7 @@ from .search.op_costs import TimeCosts
 from .search.search import SearchResult, search
 from .search.space import Pins, divisors
 from .trace.initialise import Weights, weights_of
+from .trace.opaque import opaque_modules
 from .verification.folder import keep_original
 from .verification.program import verify_plan
 
@@ -160,13 +162,14 @@ class Parallelized:
             name=self.job.name,
             summary=f"```\n{self}\n```\n\n```\n{self.explain()}\n```",
             gpus_per_node=self.job.cluster.hardware.gpus_per_node,
+            opaque=opaque_modules(self.program, self.job.model),
         )
         keep_original(folder, self.job, self.program)
         return folder
 
     def load(self) -> ModuleType:
         """The emitted model.py as a module of this process."""
-        return load_source(self.source())
+        return load_source(self.source(), opaque=opaque_modules(self.program, self.job.model))
 
     def build(self, **options: Any) -> Any:
         """The Trainer of this rank, when already under torchrun: `.model` is its module, `.step(batch)` trains.
@@ -239,6 +242,7 @@ def _search(job: Job, program: Program, solutions: Solutions, pins: Pins, illega
     return search(
         models, job.cluster, global_batch=job.global_batch, sequence=job.sequence, budget_bytes=job.budget_bytes,
         precision=job.precision, optimizer=job.optimizer, pins=pins, illegal_tp=illegal,
+        coupling=data_types(program).coupling,
     )  # fmt: skip
 
 

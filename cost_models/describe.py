@@ -16,7 +16,20 @@ from torch import fx
 
 from autopar.cost_models.layer_costs import LayerCosts, ModelCosts, OpCost, Transfer
 from autopar.ir.custom import EXPERTS
-from autopar.ir.graph import EPILOGUE, PROLOGUE, B, Block, NodeInfo, Program, Role, S, Shape, info, node_inputs
+from autopar.ir.graph import (
+    EPILOGUE,
+    PROLOGUE,
+    B,
+    Block,
+    NodeInfo,
+    Program,
+    Role,
+    S,
+    Shape,
+    arguments,
+    info,
+    node_inputs,
+)
 from autopar.placement import GRAD_PARTIAL, REPLICATE, Kind, Placement, Strategy, conversion
 from autopar.plan import Solution
 from autopar.rules import Axis, Rule, rule_of
@@ -44,10 +57,10 @@ def op_cost(node: fx.Node, strategy: Strategy, rule: Rule, tp: int) -> OpCost:
     backward = forward + sympy.Add(*gradients) if result.requires_grad else _ZERO
     if rule.kind == "view" or node.target is aten.to.dtype and not result.requires_grad:
         forward, backward = _ZERO, _ZERO
-    factor = {"matmul": 2, "experts": 2, "attention": sympy.Rational(5, 2)}.get(rule.kind, 0)
+    factor = {"matmul": 2, "experts": 2, "opaque": 2, "attention": sympy.Rational(5, 2)}.get(rule.kind, 0)
     return OpCost(
         name=node.name,
-        kind={"view": "memory", "experts": "matmul"}.get(rule.kind, rule.kind),
+        kind={"view": "memory", "experts": "matmul", "opaque": "matmul"}.get(rule.kind, rule.kind),
         forward_flops=flops,
         forward_bytes=forward,
         backward_flops=factor * flops if result.requires_grad else _ZERO,
@@ -251,6 +264,8 @@ def _inside_experts(node: fx.Node, strategy: Strategy, tp: int) -> sympy.Expr:
 
 
 def _flops(operands: list[NodeInfo], result: NodeInfo, rule: Rule, node: fx.Node) -> sympy.Expr:
+    if rule.kind == "opaque":
+        return int(arguments(node)[4]) * _numel(operands[0].shape[:-1])
     if rule.kind == "experts":
         _, index, _, gate = operands[:4]
         return 2 * 3 * _numel(index.shape) * _numel(gate.shape[1:])

@@ -6,6 +6,7 @@ not take it cannot lose: an op with an argument left over is written as the call
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -13,11 +14,12 @@ import torch
 from torch import fx
 
 from ..errors import PlanError
-from ..ir.custom import ACTIVATIONS, EXPERTS
+from ..ir.custom import ACTIVATIONS, EXPERTS, OPAQUE
 from ..ir.graph import arguments, info, node_inputs
 from ..ir.ops import is_collective
 from .op import Op
-from .text import COMPARISON, PRODUCT, SUM, UNARY, Render, Text, literal, size_text
+from .opaque import opaque_call
+from .text import ATOM, COMPARISON, PRODUCT, SUM, UNARY, Render, Text, literal, size_text
 
 aten = torch.ops.aten
 _LAST = 9223372036854775807
@@ -27,6 +29,9 @@ def expression(node: fx.Node, render: Render, device: str, training: str) -> Tex
     """The source of one op. `render` gives the text of an operand, `device` that of the block's device."""
     if is_collective(node.target):
         return _collective(node, render)
+    if node.target is operator.getitem:
+        source, place = arguments(node)
+        return Text(f"{render(source).at(ATOM)}[{place}]")
     op = Op(node, render, device, training)
     text = _WRITERS.get(node.target, _fallback)(op)
     if op.left:
@@ -104,7 +109,10 @@ def _cat(op: Op) -> Text:
 def _norm(name: str, eps: float | None) -> _Writer:
     def write(op: Op) -> Text:
         given = [op.shown("input"), op.shown("normalized_shape")]
-        given += [f"{k}={op.shown(k)}" for k in ("weight", "bias") if k in op.left]
+        by_name = "weight" not in op.left
+        given += [
+            f"{'bias=' if k == 'bias' and by_name else ''}{op.shown(k)}" for k in ("weight", "bias") if k in op.left
+        ]
         value = op.take("eps", eps)
         given += [f"eps={value}"] if value is not None else []
         return Text(f"F.{name}({', '.join(given)})")
@@ -220,6 +228,7 @@ _WRITERS: dict[Any, _Writer] = {
     aten.embedding.default: _embedding,
     aten.cross_entropy_loss.default: _cross_entropy,
     EXPERTS: _experts,
+    OPAQUE: opaque_call,
     aten.silu.default: _function("F.silu"),
     aten.gelu.default: _function("F.gelu"),
     aten.relu.default: _function("F.relu"),

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from ..plan import Plan
+from ..runtime.opaque import OpaqueModule
 from ..trace.initialise import Weights
+from .opaque import save_opaque
 
 _README = """# {title}
 
@@ -25,7 +27,7 @@ One node ({processes} processes):
     torchrun --nproc-per-node {processes} -- train.py --steps 100 --log train.jsonl
 
 {many_nodes}`train.py --help` lists the options: learning rate, clipping, data, initial weights, checkpoints.
-The folder needs nothing but PyTorch.
+The folder needs nothing but PyTorch{needs}.
 
 ## Files
 
@@ -63,12 +65,20 @@ srun ./launch.sh --steps 1000 --log train.jsonl
 
 
 def save_project(
-    folder: Path, source: str, plan: Plan, weights: Weights, *, name: str, summary: str, gpus_per_node: int
+    folder: Path,
+    source: str,
+    plan: Plan,
+    weights: Weights,
+    *,
+    name: str,
+    summary: str,
+    gpus_per_node: int,
+    opaque: Mapping[str, OpaqueModule],
 ) -> None:
     """Write the program of `source` (the text of model.py) into `folder`, made if missing.
 
     summary: the plan table and what was predicted, for README.md. Values go to weights.pt, recorded
-    initialisations to init.json.
+    initialisations to init.json, modules that are kept whole (`opaque`) to opaque.pt.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "model.py").write_text(source)
@@ -77,6 +87,7 @@ def save_project(
     _copy_runtime(folder / "runtime")
     plan.save(folder / "plan.yaml")
     _save_weights(folder, weights)
+    save_opaque(folder, opaque)
     world = plan.mesh.world_size
     per_node = min(world, gpus_per_node)
     nodes = -(-world // per_node)
@@ -84,7 +95,9 @@ def save_project(
     many = _MANY_NODES.format(**sizes) if nodes > 1 else ""
     notes = "- `weights.pt`: initial values\n" if weights.values else ""
     notes += "- `init.json`: the recorded initialisation, drawn with a seed per parameter\n" if weights.recipes else ""
-    readme = _README.format(title=name, summary=summary, many_nodes=many, weights=notes, processes=world)
+    needs = ", and the classes of the modules in opaque.pt on PYTHONPATH" if opaque else ""
+    notes += "- `opaque.pt`: modules of the original that are kept whole\n" if opaque else ""
+    readme = _README.format(title=name, needs=needs, summary=summary, many_nodes=many, weights=notes, processes=world)
     (folder / "README.md").write_text(readme)
     (folder / "launch.sh").write_text(_LAUNCH.format(**sizes))
     (folder / "launch.sh").chmod(0o755)

@@ -7,6 +7,7 @@ runtime's function of the same name.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,8 +46,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     x, index, *others = ctx.saved_tensors
     leaves = [t.detach().requires_grad_() for t in (x, *others)]
+    rows, weights, gate, up, down = leaves
     with torch.enable_grad():
-        result = run_experts(leaves[0], index, *leaves[1:], ACTIVATIONS[ctx.activation][1])
+        result = run_experts(rows, index, weights, gate, up, down, ACTIVATIONS[ctx.activation][1])
     gx, *gradients = torch.autograd.grad(result, leaves, gradient)
     return gx, None, *gradients, None
 
@@ -54,3 +56,39 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
 experts.register_autograd(_backward, setup_context=_save)
 
 EXPERTS = torch.ops.autopar.experts.default
+
+
+# --------------------------------------------------------------------------------
+# Opaque modules
+
+
+@dataclass(frozen=True)
+class OpaqueCall:
+    """path: of the module, or of one that is the same. inputs: its args and kwargs, any tensor where one is given."""
+
+    path: str
+    inputs: tuple[tuple[Any, ...], dict[str, Any]]
+
+
+# The shapes of an opaque module's results, by the name of the module; known before it is traced.
+Shapes = Callable[[list[Tensor]], list[Tensor]]
+RESULT_SHAPES: dict[str, Shapes] = {}
+
+
+@torch.library.custom_op("autopar::opaque", mutates_args=())
+def opaque(tensors: list[Tensor], name: str, given: int, samples: bool, flops: int) -> list[Tensor]:
+    """A module that is kept whole: never run, only traced.
+
+    tensors: what it is called with (`given` of them), then its parameters and buffers. name: among the program's
+    opaque modules. samples: whether it treats each sample alone, as far as running it has shown. flops: of forward,
+    for each row of the first tensor.
+    """
+    raise AssertionError("a graph node, not to be called")
+
+
+@opaque.register_fake
+def _(tensors: list[Tensor], name: str, given: int, samples: bool, flops: int) -> list[Tensor]:
+    return RESULT_SHAPES[name](tensors[:given])
+
+
+OPAQUE = torch.ops.autopar.opaque.default

@@ -14,7 +14,7 @@ Sharding a factor shards every tensor that has it (DESIGN §4):
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import sympy
@@ -34,6 +34,8 @@ class Rule:
     in which the op is jointly linear. even: factors whose shards must be of one size, for it is an argument.
     special: strategies beyond the factors, such as vocabulary-parallel cross-entropy.
     kind: "matmul", "attention", "experts", "memory" (bandwidth-bound) or "view" (free).
+    units: factors that come in units (channels in groups), whose number must be divisible too.
+    exact: gradients too are whole, for the op is not written so that they could be summands.
     saves: positions of operands that a GPU kernel keeps for backward, and -1 for its result.
     """
 
@@ -45,6 +47,8 @@ class Rule:
     special: tuple[Strategy, ...] = ()
     kind: str = "memory"
     saves: tuple[int, ...] = ()
+    exact: bool = False
+    units: Mapping[str, sympy.Expr] = field(default_factory=dict)
 
     @property
     def factors(self) -> list[str]:
@@ -106,7 +110,7 @@ def strategies(node: fx.Node, rule: Rule, axis: Axis) -> list[Strategy]:
 
 def _candidates(operands: list[NodeInfo], result: NodeInfo, rule: Rule, axis: Axis) -> Iterator[Strategy]:
     yield Strategy(tuple(REPLICATE for _ in operands), REPLICATE)
-    if result.requires_grad:
+    if result.requires_grad and not rule.exact:
         yield Strategy(tuple(_shared(o) for o in operands), GRAD_PARTIAL)
     for factor in rule.factors:
         sizes = _sizes(factor, operands, result, rule)
@@ -136,7 +140,8 @@ def _sharded(factor: str, operands: list[NodeInfo], rule: Rule) -> Strategy:
 
 def _sizes(factor: str, operands: list[NodeInfo], result: NodeInfo, rule: Rule) -> list[sympy.Expr]:
     tensors = [*zip(operands, rule.inputs, strict=True), (result, rule.output)]
-    return [facts.shape[i] for facts, dims in tensors for i, f in enumerate(dims) if f == factor]
+    sizes = [facts.shape[i] for facts, dims in tensors for i, f in enumerate(dims) if f == factor]
+    return sizes + ([rule.units[factor]] if factor in rule.units else [])
 
 
 def _sensible(strategy: Strategy, operands: list[NodeInfo], result: NodeInfo) -> bool:

@@ -98,7 +98,7 @@ def _index_attributes(layers: list[nn.Module]) -> list[_Key] | None:
     Equal are the modules, shapes and attributes of all layers but the first, and no parameter is in two.
     """
     owners = [id(p) for layer in layers for p in layer.parameters()]
-    facts = [_structure(layer) for layer in layers]
+    facts = [structure(layer) for layer in layers]
     if len(owners) != len(set(owners)) or any(f.keys() != facts[1].keys() for f in facts[2:]):
         return None
     differ = [key for key in facts[1] if any(f[key] != facts[1][key] for f in facts[2:])]
@@ -106,7 +106,7 @@ def _index_attributes(layers: list[nn.Module]) -> list[_Key] | None:
     return differ if known and all(_is_index(key, facts) for key in differ) else None
 
 
-def _structure(layer: nn.Module) -> dict[_Key, Any]:
+def structure(layer: nn.Module) -> dict[_Key, Any]:
     """Everything that a layer's forward can depend on. Objects that do not compare equal count as different."""
     found: dict[_Key, Any] = {}
     internal = set(vars(nn.Module())) - {"training"}

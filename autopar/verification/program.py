@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ..compiler import compile_program, prepare
 from ..emit.emission import Predicted
+from ..emit.opaque import save_opaque
 from ..emit.source import model_source
 from ..errors import PlanError
 from ..ir.graph import Program
@@ -29,6 +30,7 @@ from ..plan import Plan
 from ..progress import progress
 from ..request import Job
 from ..trace.huggingface import is_huggingface
+from ..trace.opaque import opaque_modules
 from .ranks import Task, relative, run_task
 from .samples import inputs_of, random_batch
 from .shrink import small_enough
@@ -53,6 +55,7 @@ def verify_plan(job: Job, plan: Plan, steps: int) -> Parity:
         progress(f"training the program on {processes} processes for {steps} steps"),
     ):
         (Path(folder) / "model.py").write_text(source)
+        save_opaque(Path(folder), opaque_modules(program, model))
         reports = run_task(Task(batches, weights, reference), Path(folder))
     return Parity(**_largest(reports, reference), steps=steps, processes=processes, note=" · ".join(notes))
 

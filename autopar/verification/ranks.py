@@ -31,6 +31,7 @@ from torch import Tensor
 from ..emit.load import load_source
 from ..errors import PlanError
 from ..parity import no_dropout, part_errors, relative_error
+from ..runtime.opaque import FILE, OpaqueModules
 
 TIMEOUT_S = 300
 
@@ -107,7 +108,8 @@ def _main(folder: Path) -> None:
         sys.path.insert(0, job["sources"])
         program = _load_raised(Path(job["sources"]) / "model.py", job)
     else:
-        program = load_source((folder / "model.py").read_text())
+        kept = OpaqueModules(str(folder / "model.py")).modules if (folder / FILE).exists() else None
+        program = load_source((folder / "model.py").read_text(), opaque=kept)
     world_size = program.SETTINGS.world_size
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(world_size)]

@@ -25,10 +25,12 @@ from autopar.mesh import Mesh
 from autopar.parity import relative_errors
 from autopar.plan import Optimizer, Plan, Solution
 from autopar.rules import Axis
+from autopar.runtime.opaque import OpaqueModule
 from autopar.runtime.trainer import Trainer
 from autopar.search.intra_op import solve
 from autopar.search.layouts import MEGATRON, Layout
 from autopar.search.op_costs import Costs, TimeCosts
+from autopar.trace.opaque import opaque_modules
 from tests import models
 from tests.harness import Reference, reference_run, run_ranks
 
@@ -261,8 +263,10 @@ def worst(errors: Sequence[float]) -> float:
     return max(errors, key=lambda e: (e != e, e))
 
 
-def trainer_of(source: str, weights: Mapping[str, Tensor]) -> Trainer:
-    return Trainer(load_source(source), weights, seed=0)
+def trainer_of(
+    source: str, weights: Mapping[str, Tensor], opaque: Mapping[str, OpaqueModule] | None = None
+) -> Trainer:
+    return Trainer(load_source(source, opaque=opaque), weights, seed=0)
 
 
 def local_batch(trainer: Trainer, batch: Batch) -> Batch:
@@ -273,10 +277,14 @@ def local_batch(trainer: Trainer, batch: Batch) -> Batch:
 
 
 def train_and_compare(
-    source: str, weights: Mapping[str, Tensor], data: Sequence[Batch], reference: Reference
+    source: str,
+    weights: Mapping[str, Tensor],
+    data: Sequence[Batch],
+    reference: Reference,
+    opaque: Mapping[str, OpaqueModule] | None = None,
 ) -> Errors:
     """On a rank: train on `data` and compare with the reference: first gradients, all losses and norms, weights."""
-    trainer = trainer_of(source, weights)
+    trainer = trainer_of(source, weights, opaque)
     results = []
     gradients: dict[str, Tensor] = {}
     for step, batch in enumerate(data):
@@ -311,9 +319,10 @@ def parity(subject: Subject, plan: Plan, data: Sequence[Batch] | None = None, ti
     reference = subject.reference if data is None else subject.reference_on(data)
     data = subject.batches if data is None else data
     source, weights = subject.source(plan), subject.weights
+    opaque = opaque_modules(subject.program, subject.model)
     found: list[Errors] = run_ranks(
         plan.mesh.world_size,
-        lambda rank: train_and_compare(source, weights, data, reference),
+        lambda rank: train_and_compare(source, weights, data, reference, opaque),
         timeout=timeout,
     )
     assert frozenset().union(*(e.names for e in found)) == reference.weights.keys()

@@ -1,0 +1,57 @@
+"""Opaque modules in the emitted program: the line that calls one, and the file that holds them."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import fx
+
+from ..errors import PlanError
+from ..ir.graph import Role, info
+from ..placement import REPLICATE
+from ..runtime.opaque import FILE, OpaqueModule
+from .op import Op
+from .text import Text
+
+
+def opaque_call(op: Op) -> Text:
+    """OPAQUE["mlp.router"](self.mlp.router, h): the module, where its parameters are, what it is given."""
+    name = op.take("name")
+    given = int(op.take("given"))
+    tensors: list[fx.Node] = op.take("tensors")
+    for used in ("samples", "flops"):
+        op.take(used)
+    own = tensors[given:]
+    for node in own:
+        if info(node).role not in (Role.PARAMETER, Role.BUFFER) or info(node).placement != REPLICATE:
+            raise PlanError(f"{info(node).ref} of {name}, which is kept whole, is not whole on each GPU: use tp=1")
+    arguments = ", ".join([_holder(info(op.node).module) if own else "self", *map(op.show, tensors[:given])])
+    return Text(f'OPAQUE["{name}"]({arguments})', imports=frozenset({"opaque.OpaqueModules"}))
+
+
+def _holder(module: str) -> str:
+    """The attribute that has the module's parameters."""
+    if any(part.isdigit() for part in module.split(".")):
+        return f'self.get_submodule("{module}")'
+    return f"self.{module}" if module else "self"
+
+
+def save_opaque(folder: Path, modules: Mapping[str, OpaqueModule]) -> None:
+    """Write the modules beside the program. PlanError where a class cannot be imported by another process."""
+    (folder / FILE).unlink(missing_ok=True)
+    if not modules:
+        return
+    for name, opaque in modules.items():
+        for module in opaque.module.modules():
+            if (kind := type(module)).__module__ == "__main__":
+                raise PlanError(f"{name} is kept whole, and its class {kind.__name__} is in a script: {_IMPORTABLE}")
+    try:
+        torch.save({name: (opaque.module, opaque.inputs) for name, opaque in modules.items()}, folder / FILE)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise PlanError(f"{', '.join(modules)}, kept whole, cannot be saved ({error}): {_IMPORTABLE}") from error
+
+
+_IMPORTABLE = "define it at the top of a module that the program can import"

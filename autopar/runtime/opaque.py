@@ -1,0 +1,107 @@
+"""Modules of the user's own that are kept whole: their Python runs as it is, on parameters of the program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten  # torch has no public name for it
+
+from .mesh import current
+from .parameters import local
+
+FILE = "opaque.pt"
+
+
+@dataclass(frozen=True)
+class OpaqueModule:
+    """A module without values, and what it is called with: args and kwargs, any tensor where one is given."""
+
+    module: nn.Module
+    inputs: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __call__(self, holder: nn.Module, *tensors: Tensor) -> Any:
+        """The tensors that the module returns, given those it takes; its parameters are those of `holder`."""
+        own = {name for name, _ in _named(self.module)}
+        values = {name: local(value) for name, value in _named(holder) if name in own}
+        leaves, form = tree_flatten(self.inputs)
+        given = iter(tensors)
+        args, kwargs = tree_unflatten([next(given) if isinstance(x, Tensor) else x for x in leaves], form)
+        self.module.train(holder.training)
+        with _raise_float32() if current().settings.precision == "fp64" else nullcontext():
+            result = torch.func.functional_call(self.module, values, args, kwargs)
+        found = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        trained = [value for value in values.values() if value.requires_grad]
+        found = list(_ReadAll.apply(len(found), *found, *trained))  # type: ignore[no-untyped-call]
+        return found[0] if len(found) == 1 else tuple(found)
+
+
+def _named(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers, tied ones under each name."""
+    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+
+
+class OpaqueModules:
+    """The opaque modules of a program, by name: those of the file beside it, read when first wanted."""
+
+    def __init__(self, program: str) -> None:
+        self._file = Path(program).parent / FILE
+
+    @cached_property
+    def modules(self) -> Mapping[str, OpaqueModule]:
+        try:
+            # The file was written with the program, and holds classes: it is as trusted as model.py beside it.
+            saved = torch.load(self._file, map_location="cpu", weights_only=False)
+        except (ImportError, AttributeError) as error:
+            raise ImportError(
+                f"{self._file} needs the classes of the original model ({error}): put their source on PYTHONPATH"
+            ) from error
+        return {name: OpaqueModule(module, inputs) for name, (module, inputs) in saved.items()}
+
+    def __getitem__(self, name: str) -> OpaqueModule:
+        return self.modules[name]
+
+
+class _ReadAll(torch.autograd.Function):
+    """The results as they are; a parameter that this call left out has a gradient of zero.
+
+    Which parameters a module reads may depend on values, so on the rank; a reduction of gradients needs all.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.like = [(p.shape, p.dtype, p.device) for p in tensors[count:]]
+        results = tuple(x.view_as(x) for x in tensors[:count])
+        ctx.mark_non_differentiable(*(x for x, y in zip(results, tensors, strict=False) if not y.requires_grad))
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        zeros = (torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.like)
+        return None, *gradients, *zeros
+
+
+class _raise_float32(TorchFunctionMode):  # noqa: N801 - a context manager
+    """In fp64 programs the author's literal float32 is float64, as in the rest of the program."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        func = Tensor.double if func is Tensor.float else func
+        raised = {key: _raised(value) for key, value in (kwargs or {}).items()}
+        return func(*map(_raised, args), **raised)
+
+
+def _raised(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value

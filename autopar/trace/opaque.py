@@ -1,0 +1,244 @@
+"""Submodules that cannot be traced are kept whole: each is one op, and its Python runs as it is.
+
+Where export fails inside a submodule, the submodules of the same place in all layers are replaced by the op
+`autopar::opaque` and the model is traced again. What torch would trace wrongly without a word is such a failure
+too: a custom autograd.Function, whose backward export does not record, and sizes that depend on values.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils._pytree import tree_flatten  # torch has no public name for it
+
+from ..errors import TraceError
+from ..ir.build import replace_node
+from ..ir.custom import OPAQUE, RESULT_SHAPES
+from ..ir.graph import MODEL, Program, arguments, info, node_inputs
+from ..runtime.opaque import OpaqueModule
+from .layers import layer_path
+from .repeats import structure
+from .source import module_path, place
+from .trial import Returned, Taken, Trial
+
+_MOST = 20  # kinds of submodule that one model may need
+
+
+class _InsideError(TraceError):
+    """A failure inside a submodule whose path is known."""
+
+    def __init__(self, message: str, path: str) -> None:
+        super().__init__(message)
+        self.path = path
+
+
+class _UnknownError(TraceError):
+    """A module that is kept whole is called in a way that has not been tried out: to be caught, not shown."""
+
+    def __init__(self, path: str, key: Any) -> None:
+        super().__init__(path)
+        self.path, self.key = path, key
+
+
+@dataclass
+class _Call:
+    """A module as it is called: what is the same wherever it has this name."""
+
+    name: str
+    key: Any
+    trial: Trial
+    returned: list[Returned]
+
+
+@dataclass
+class Opaque:
+    """The submodules of `shadow` (the model on meta, to be traced) that are kept whole."""
+
+    model: nn.Module
+    shadow: nn.Module
+    dtype: torch.dtype
+    patterns: set[str] = field(default_factory=set)
+    calls: list[_Call] = field(default_factory=list)
+
+    def export(self, run: Callable[[], Any]) -> Any:
+        """What `run` exports, once every submodule that it fails in is kept whole."""
+        for _ in range(_MOST):
+            try:
+                with _custom_functions_refused():
+                    exported = run()
+                _check_sizes(exported)
+                return exported
+            except _UnknownError as call:
+                self._try_out(call)
+            except TraceError as error:
+                path = self._failed_in(error)
+                if path is None or not self._enclose(path):
+                    raise
+        raise TraceError(f"more than {_MOST} kinds of submodule of {type(self.model).__name__} cannot be traced")
+
+    # which submodules
+
+    def _failed_in(self, error: BaseException) -> str | None:
+        """The path of the innermost submodule that an error rose in; the one around it where that is kept already."""
+        path = error.path if isinstance(error, _InsideError) else self._innermost(error)
+        while path and _pattern(path) in self.patterns:
+            path = path.rpartition(".")[0]
+        return path if path and self._may_be_kept(path) else None
+
+    def _innermost(self, error: BaseException) -> str:
+        names = {id(module): name for name, module in self.shadow.named_modules()}
+        path, traceback = "", (error.__cause__ or error).__traceback__
+        while traceback is not None:
+            owner = traceback.tb_frame.f_locals.get("self")
+            path = names.get(id(owner), path)
+            traceback = traceback.tb_next
+        return path
+
+    def _may_be_kept(self, path: str) -> bool:
+        """A layer, or what has no layers in it."""
+        inside = self.shadow.get_submodule(path).modules()
+        return layer_path(path) is not None or not any(isinstance(m, nn.ModuleList) for m in inside)
+
+    def _enclose(self, path: str) -> bool:
+        """Let the modules of one place in all layers stand for themselves; whether there was one more."""
+        pattern, kind = _pattern(path), type(self.shadow.get_submodule(path))
+        found = [(n, m) for n, m in self.shadow.named_modules() if _pattern(n) == pattern and type(m) is kind]
+        for name, module in found:
+            module.forward = self._stand_in(name, module)
+        self.patterns.add(pattern)
+        return bool(found)
+
+    # in their place
+
+    def _stand_in(self, path: str, module: nn.Module) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            leaves, form = tree_flatten((args, kwargs))
+            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            call = self._call(path, leaves, form)
+            own = [*module.parameters(), *module.buffers()]
+            results = OPAQUE([*tensors, *own], call.name, len(tensors), False, 0)
+            cut = [x.is_floating_point() and not r.requires_grad for x, r in zip(results, call.returned, strict=True)]
+            return call.trial.like_result([x.detach() if c else x for x, c in zip(results, cut, strict=True)])
+
+        return forward
+
+    def _call(self, path: str, leaves: Sequence[Any], form: Any) -> _Call:
+        """What is known of a call; _UnknownError where no equal one has been tried out."""
+        given = [_taken(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        if any(isinstance(leaf, torch.SymInt) for leaf in leaves):
+            raise TraceError(f"{path} cannot be traced, and is called with a size: pass it tensors only")
+        original = self.model.get_submodule(path)
+        key = (structure(original), tuple(given), form)
+        for call in self.calls:
+            if _equal(call.key, key):
+                return call
+        raise _UnknownError(path, key)
+
+    def _try_out(self, call: _UnknownError) -> None:
+        """Learn what a call returns. Where that cannot be said, the module around it is kept whole instead."""
+        _, given, form = call.key
+        trial = Trial(call.path, self.model.get_submodule(call.path), given, form, self.dtype)
+        try:
+            returned = trial.returned()
+        except TraceError as error:
+            path = self._failed_in(_InsideError(str(error), call.path))
+            if path is None or not self._enclose(path):
+                raise
+            return
+        name = self._name(call.path)
+        RESULT_SHAPES[name] = lambda tensors: [r.like(tensors) for r in returned]
+        self.calls.append(_Call(name, call.key, trial, returned))
+
+    def _name(self, path: str) -> str:
+        layer = layer_path(path)
+        inside = path.removeprefix(f"{layer}.") if layer != path else type(self.model.get_submodule(path)).__name__
+        taken = {call.name for call in self.calls}
+        return next(n for n in [inside, *(f"{inside}_{i}" for i in range(2, 1000))] if n not in taken)
+
+    # afterwards
+
+    def complete(self, program: Program) -> Program:
+        """The program with what runs show of each module written into its op."""
+        calls = {call.name: call for call in self.calls}
+        found: dict[str, tuple[bool, int]] = {}
+        for node in program.blocks[MODEL].ops:
+            if node.target is not OPAQUE:
+                continue
+            tensors, name, given, _, _ = arguments(node)
+            if name not in found:
+                shapes = [info(n).shape for n in node_inputs(node)[:given]]
+                trial = calls[name].trial.in_float32()
+                found[name] = trial.treats_samples_alone(shapes), trial.flops_a_row(shapes)
+            node.args = (tensors, name, given, *found[name])
+            if len(calls[name].returned) == 1:  # the runtime gives a single result as it is
+                for reader in list(node.users):
+                    replace_node(reader, node)
+        return replace(program, opaque={name: calls[name].trial.as_called() for name in found})
+
+
+def opaque_modules(program: Program, model: nn.Module) -> dict[str, OpaqueModule]:
+    """The program's opaque modules as the runtime takes them: without values."""
+    found = {}
+    for name, call in program.opaque.items():
+        module = model.get_submodule(call.path)
+        memo: dict[int, Any] = {}
+        for tensor in (*module.parameters(), *module.buffers()):
+            empty = torch.empty_like(tensor, device="meta")
+            memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+        found[name] = OpaqueModule(copy.deepcopy(module, memo), call.inputs)
+    return found
+
+
+def _equal(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except RuntimeError:  # tensors as plain attributes
+        return False
+
+
+def _taken(tensor: Tensor) -> Taken:
+    sizes = (n.node.expr if isinstance(n, torch.SymInt) else sympy.Integer(n) for n in tensor.shape)
+    return Taken(tuple(sizes), tensor.dtype)
+
+
+def _pattern(path: str) -> str:
+    """The place of a module in its layer: "layers.3.mlp" → "layers.*.mlp"."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
+
+
+def _check_sizes(exported: Any) -> None:
+    """_InsideError where the first size that depends on values is made."""
+    for node in exported.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and free_unbacked_symbols(value):
+            raise _InsideError(f"the sizes of {node.name}{place(node)} depend on values", module_path(node))
+
+
+@contextmanager
+def _custom_functions_refused() -> Iterator[None]:
+    """Within: calling a custom autograd.Function is an error, for its backward would be lost."""
+    apply = torch.autograd.Function.__dict__["apply"]
+
+    def checked(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if not cls.__module__.startswith("torch."):
+            raise TraceError(
+                f"forward calls {cls.__name__}, a torch.autograd.Function, whose backward a trace does not have: call "
+                "it in a submodule of its own, which is then kept whole"
+            )
+        return apply.__func__(cls, *args, **kwargs)
+
+    function: Any = torch.autograd.Function
+    function.apply = classmethod(checked)
+    try:
+        yield
+    finally:
+        function.apply = apply
