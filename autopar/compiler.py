@@ -16,7 +16,8 @@ from .ir.text import program_text
 from .passes import PASSES, PREPARE, Pass
 from .plan import Plan
 from .rules import Axis
-from .rules.verify import check_data_axis, verify
+from .rules.data_axis import check_data_axis, data_types
+from .rules.verify import verify
 from .trace.export import trace
 from .trace.huggingface import traceable
 from .trace.layers import class_names, split_layers
@@ -25,16 +26,15 @@ from .trace.repeats import NotRepeatedError
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 _TYPED_FROM, _CONVERTED_FROM = "shard_parameters", "insert_conversions"
+_DATA_CONVERTED_FROM = "insert_data_conversions"
 
 
 def prepare(model: nn.Module, inputs: Mapping[str, Any], precision: str) -> Program:
-    """Trace a model in the compute dtype, run PREPARE, and cut it into layers; typed on the data axes."""
+    """Trace a model in the compute dtype, run PREPARE, and cut it into layers."""
     try:
-        program = _layers(model, inputs, precision, fold=True)
+        return _layers(model, inputs, precision, fold=True)
     except NotRepeatedError:
-        program = _layers(model, inputs, precision, fold=False)
-    check_data_axis(program)
-    return program
+        return _layers(model, inputs, precision, fold=False)
 
 
 def _layers(model: nn.Module, inputs: Mapping[str, Any], precision: str, fold: bool) -> Program:
@@ -53,12 +53,16 @@ def compile_program(program: Program, plan: Plan) -> Program:
         sequence=True,
         values={B: plan.micro_batch, S: plan.sequence},
     )
+    if coupling := data_types(program).coupling:
+        coupling.check(plan)
     done: set[str] = set()
     for number, step in enumerate(PASSES, 1):
         before, program = program, step.apply(program, plan)
         done.add(step.name)
         if _TYPED_FROM in done:
             verify(program, axis, converted=_CONVERTED_FROM in done)
+        if _DATA_CONVERTED_FROM in done and plan.mesh.dp > 1:
+            check_data_axis(program)
         _dump(number, step, before, program)
     return program
 

@@ -10,7 +10,12 @@ class TraceError(PlanError):
 
 
 class TypeCheckError(PlanError):
-    """A program's placements contradict the sharding rules: a collective is missing or wrong."""
+    """A program's placements contradict the sharding rules: a collective is missing or wrong.
+
+    `short`: the problem and the user's line, for a table.
+    """
+
+    short = ""
 
 
 class InfeasibleError(PlanError):

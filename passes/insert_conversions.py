@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import sympy
 import torch
 from torch import fx
 
-from autopar.ir.graph import Block, Program, Role, info, node_inputs, set_info
+from autopar.ir.graph import Block, Program, Role, arguments, info, node_inputs, set_info
 from autopar.ir.ops import convert
-from autopar.placement import REPLICATE, Placement, Strategy
+from autopar.ir.share import Share
+from autopar.placement import REPLICATE, Placement, Shard, Strategy
 from autopar.plan import Plan
 
 aten = torch.ops.aten
@@ -21,7 +23,14 @@ aten = torch.ops.aten
 _SIZED: dict[Any, int] = {
     aten.reshape.default: 1, aten.expand.default: 1, aten.zeros.default: 0, aten.ones.default: 0,
     aten.full.default: 0, aten.empty.memory_format: 0, aten.new_ones.default: 1, aten.new_zeros.default: 1,
-    aten.new_full.default: 1,
+    aten.new_full.default: 1, aten.new_empty.default: 1,
+}  # fmt: skip
+
+# Ops of channels in groups: the argument that is their number.
+_GROUPED = {
+    **dict.fromkeys((aten.conv1d.default, aten.conv1d.padding, aten.conv2d.default, aten.conv2d.padding,
+                     aten.conv3d.default, aten.conv_transpose1d.default, aten.conv_transpose2d.input), "groups"),
+    aten.group_norm.default: "num_groups",
 }  # fmt: skip
 
 
@@ -48,22 +57,13 @@ class InsertConversions:
             for node in block.ops:
                 strategy = info(node).strategy
                 assert strategy is not None
-                self._convert_operands(node, strategy, made)
+                map_operands(node, strategy.inputs, partial(self._as, made=made))
                 if node.target in _SIZED:
                     _localise(node, plan.mesh.tp)
+                if node.target in _GROUPED and strategy.output == strategy.inputs[0] == Shard(1):
+                    _share_groups(node, _GROUPED[node.target], plan.mesh.tp)
             self._convert_results(program, block, made)
         return program
-
-    def _convert_operands(
-        self, node: fx.Node, strategy: Strategy, made: dict[tuple[fx.Node, Placement], fx.Node]
-    ) -> None:
-        wanted = iter(strategy.inputs)
-
-        def read(operand: fx.Node) -> fx.Node:
-            return self._as(operand, next(wanted), node, made)
-
-        node.args = _map_nodes(node.args, read)
-        node.kwargs = {key: _map_nodes(value, read) for key, value in node.kwargs.items()}
 
     def _convert_results(self, program: Program, block: Block, made: dict[tuple[fx.Node, Placement], fx.Node]) -> None:
         results = tuple(
@@ -90,6 +90,19 @@ class InsertConversions:
                 new, replace(facts, role=Role.CONVERT, ref="", strategy=Strategy((facts.placement,), wanted))
             )
         return made[value, wanted]
+
+
+def map_operands(
+    node: fx.Node, wanted: Sequence[Placement], read: Callable[[fx.Node, Placement, fx.Node], fx.Node]
+) -> None:
+    """Replace each operand by read(operand, the placement wanted of it, node)."""
+    placements = iter(wanted)
+
+    def read_next(operand: fx.Node) -> fx.Node:
+        return read(operand, next(placements), node)
+
+    node.args = _map_nodes(node.args, read_next)
+    node.kwargs = {key: _map_nodes(value, read_next) for key, value in node.kwargs.items()}
 
 
 def _map_nodes(argument: Any, read: Callable[[fx.Node], fx.Node]) -> Any:
@@ -127,3 +140,13 @@ def _localise(node: fx.Node, tp: int) -> None:
     even = size.free_symbols or int(size) % tp == 0
     shape[dim] = size / tp if even else sympy.Integer(-1)
     node.update_arg(position, shape)
+
+
+def _share_groups(node: fx.Node, name: str, tp: int) -> None:
+    """Each rank runs its share of the groups."""
+    target: Any = node.target
+    position = [a.name for a in target._schema.arguments].index(name)
+    if position < len(node.args) and arguments(node)[position] > 1:
+        node.update_arg(position, Share.of(arguments(node)[position], tp))
+    elif name in node.kwargs:
+        node.update_kwarg(name, Share.of(int(node.kwargs[name]), tp))  # type: ignore[arg-type]

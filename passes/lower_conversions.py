@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from autopar.ir.graph import Program, Role, info
+from autopar.ir.graph import Program, arguments
 from autopar.ir.ops import COLLECTIVES, convert
-from autopar.placement import conversion
+from autopar.placement import Placement, conversion
 from autopar.plan import Plan
 
 
@@ -27,13 +27,11 @@ class LowerConversions:
         for _, node in program.each_op():
             if node.target is not convert:
                 continue
-            facts = info(node)
-            assert facts.role is Role.CONVERT and facts.strategy is not None
-            source, target = facts.strategy.inputs[0], facts.strategy.output
+            value, source_text, target_text, axis = arguments(node)
+            source, target = Placement.parse(source_text), Placement.parse(target_text)
             found = conversion(source, target)
             assert found is not None
             dims = tuple(p.dim for p in (source, target) if p.is_shard)
-            axis = node.args[3]
             node.target = COLLECTIVES[found.function]
-            node.args, node.kwargs = (node.args[0], *dims), {"axis": axis}
+            node.args, node.kwargs = (value, *dims), {"axis": axis}
         return program

@@ -118,24 +118,24 @@ def _sum_over_dims(node: fx.Node, counts: Counts) -> None:
     count = counts.of_size(_product(_averaged(node)))
     if count is None:
         return
-    dtype = {"dtype": option(node, "dtype")} if option(node, "dtype") is not None else {}
     with node.graph.inserting_before(node):
         if node.target is aten.mean.default:
-            total = call(node.graph, aten.sum.default, (node.args[0],), info(node), **dtype)
+            total = call(node.graph, aten.sum.default, (node.args[0],), info(node))
         else:
             keep = (True,) if option(node, "keepdim") else ()
-            total = call(node.graph, aten.sum.dim_IntList, (node.args[0], _dims(node), *keep), info(node), **dtype)
+            total = call(node.graph, aten.sum.dim_IntList, (node.args[0], _dims(node), *keep), info(node))
+    if (dtype := option(node, "dtype")) is not None:
+        total.kwargs = {"dtype": dtype}
     _divide(node, total, count)
 
 
 def _divide_by_global_size(node: fx.Node, counts: Counts) -> None:
     """x / x.shape[0]: the author's batch is the global one."""
-    position = next((i for i, a in enumerate(node.args) if isinstance(a, sympy.Expr) and B in a.free_symbols), None)
-    if position is None or B in (node.args[position] / B).simplify().free_symbols:  # type: ignore[operator, union-attr]
-        return
-    count = counts.of_size(node.args[position])  # type: ignore[arg-type]
-    if count is not None:
-        node.update_arg(position, count)
+    for position, size in enumerate(arguments(node)):
+        if isinstance(size, sympy.Expr) and B in size.free_symbols and B not in sympy.cancel(size / B).free_symbols:
+            count = counts.of_size(size)
+            if count is not None:
+                node.update_arg(position, count)
 
 
 def _sum_over_targets(node: fx.Node, counts: Counts, targets: dict[tuple[Any, ...], fx.Node]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -24,18 +25,32 @@ class SplitStages:
 
     def apply(self, program: Program, plan: Plan | None) -> Program:
         assert plan is not None
-        layers = len(program.layer_calls)
-        ends = [0, *(stop for _, stop in plan.stages)]
-        if [start for start, _ in plan.stages] != ends[:-1] or ends[-1] != layers:
+        layers = max(1, len(program.layer_calls))  # a model without layers is one stage, as in the search
+        if wrong := _wrong(plan.stages, layers):
             raise PlanError(
-                f"stages {list(plan.stages)} do not hold each of the {layers} layers of {program.name} exactly once: "
-                f"give {plan.mesh.pp} consecutive ranges from 0 to {layers}"
+                f"stages {[list(stage) for stage in plan.stages]} do not hold each of the {layers} layers of "
+                f"{program.name} exactly once, in order: {wrong}; give {plan.mesh.pp} consecutive ranges [start, stop] "
+                f"from 0 to {layers}"
             )
         program = replace(program, stages=tuple(Stage(start, stop) for start, stop in plan.stages))
         crossing = [_crossing(program, stage) for stage in range(len(plan.stages) - 1)]
         bounds = zip(program.stages, [(), *crossing], [*crossing, ()], strict=True)
         stages = tuple(replace(stage, receives=before, sends=after) for stage, before, after in bounds)
         return replace(program, stages=stages)
+
+
+def _wrong(stages: Sequence[tuple[int, int]], layers: int) -> str:
+    """The first thing that is wrong with the ranges of layers; "" where they are right."""
+    expected = 0
+    for number, (start, stop) in enumerate(stages):
+        if start != expected:
+            missing, twice = list(range(expected, start)), list(range(start, expected))
+            what = f"layers {missing} are in none" if missing else f"layers {twice} are in two"
+            return f"stage {number} starts at layer {start}, where {expected} is next ({what})"
+        if stop <= start:
+            return f"stage {number} has no layers"
+        expected = stop
+    return "" if expected == layers else f"the last one stops at {expected}"
 
 
 def _crossing(program: Program, stage: int) -> tuple[str, ...]:

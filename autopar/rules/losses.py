@@ -93,12 +93,22 @@ def _classification(node: fx.Node) -> Rule:
     return rule
 
 
+def _similarity(node: fx.Node) -> Rule:
+    """cosine_similarity: one number for each row of `dim`, which stays whole."""
+    shapes = [info(n).shape for n in node_inputs(node)]
+    whole = _broadcast(shapes)
+    dims, gone = aligned(whole, whole), option(node, "dim") % len(whole)
+    inputs = tuple(aligned(shape, whole) for shape in shapes)
+    return Rule(inputs, (*dims[:gone], *dims[gone + 1 :]), whole=frozenset({f"d{gone}"}), saves=(0, 1))
+
+
 _CLASSIFICATION = {aten.cross_entropy_loss.default, aten.nll_loss_nd.default}
 _BY_ROW = {aten.triplet_margin_loss.default, aten.cosine_embedding_loss.default}
 
 RULES: dict[object, RuleMaker] = {
     **dict.fromkeys(_CLASSIFICATION, _classification),
     **dict.fromkeys(_BY_ROW, _by_row),
+    aten.cosine_similarity.default: _similarity,
     **dict.fromkeys(
         (aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
          aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default, aten.kl_div.default,

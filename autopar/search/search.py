@@ -19,6 +19,7 @@ from autopar.cost_models.memory import MemoryTerm, total_bytes
 from autopar.cost_models.step_time import Estimate, estimate_price, stage_ledger
 from autopar.errors import InfeasibleError
 from autopar.plan import Optimizer, Plan, Solution
+from autopar.rules.data_axis import Coupling
 
 from .space import Choice, Pins, Recompute, Request, enumerate_space
 from .stages import StageCosts, pinned_recompute, setting_for, split
@@ -73,17 +74,19 @@ def search(
     optimizer: Optimizer | None = None,
     pins: Pins | None = None,
     illegal_tp: Mapping[int, str] | None = None,
+    coupling: Coupling | None = None,
     keep: int = 5,
 ) -> SearchResult:
     """The fastest plans under the budget (default: the GPU's usable memory), one a mesh, `keep` in all.
 
-    models: tp → costs of each solution; illegal_tp: why other sizes have none. global_batch counts samples,
+    models: tp → costs of each solution; illegal_tp: why other sizes have none.
+    coupling: what the model forbids on the data axes. global_batch counts samples,
     sequence tokens. PlanError for a request that is no plan, InfeasibleError if none fits.
     """
     started = time.perf_counter()
     hardware = cluster.hardware
     budget = hardware.memory_bytes if budget_bytes is None else budget_bytes
-    request = Request(global_batch, sequence, budget, precision, optimizer or Optimizer(), pins or Pins())
+    request = Request(global_batch, sequence, budget, precision, optimizer or Optimizer(), pins or Pins(), coupling)
     layers = max(1, len(next(iter(models.values()))[0].layers))
     space = enumerate_space(request, cluster, layers, models.keys(), illegal_tp or {})
     cases = _cases(space.choices, models, request, hardware)
@@ -98,7 +101,7 @@ def search(
         do_not_fit=do_not_fit,
         pruned=pruned,
         not_legal=space.not_legal,
-        notes=_notes(best, cluster),
+        notes=_notes(best, cluster, coupling),
         elapsed_s=time.perf_counter() - started,
     )
 
@@ -207,18 +210,19 @@ class _Ranking:
         return tuple(sorted(self.best.values(), key=lambda c: c.estimate.step_time_s)[: self.keep])
 
 
-def _notes(best: Sequence[Candidate], cluster: Cluster) -> tuple[str, ...]:
-    """Said aloud: a plan that leaves GPUs idle."""
+def _notes(best: Sequence[Candidate], cluster: Cluster, coupling: Coupling | None) -> tuple[str, ...]:
+    """Said aloud: samples that cannot be spread freely, a plan that leaves GPUs idle."""
+    said = () if coupling is None else (str(coupling),)
     chosen = best[0]
     used = chosen.plan.mesh.world_size
     if used == cluster.gpus:
-        return ()
+        return said
     full = next((c for c in best if c.plan.mesh.world_size == cluster.gpus), None)
     why = f"no legal plan that fits uses all {cluster.gpus}"
     if full is not None:
         loss = full.estimate.step_time_s / chosen.estimate.step_time_s - 1
         why = f"the best on all {cluster.gpus} takes {loss:.1%} longer"
-    return (f"uses {used} of {cluster.gpus} GPUs: {why}",)
+    return (*said, f"uses {used} of {cluster.gpus} GPUs: {why}")
 
 
 def _infeasible(cases: Sequence[_Case], request: Request, hardware: Hardware) -> str:

@@ -11,6 +11,7 @@ from autopar.cost_models.hardware import Cluster
 from autopar.errors import PlanError
 from autopar.mesh import Mesh
 from autopar.plan import Optimizer
+from autopar.rules.data_axis import Coupling
 
 Recompute = str | int | tuple[int, ...]
 
@@ -59,7 +60,7 @@ class Pins:
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be trained: samples a step, tokens a sample, bytes a GPU may use."""
+    """What is to be trained: samples a step, tokens a sample, bytes a GPU may use; whether samples are coupled."""
 
     global_batch: int
     sequence: int
@@ -67,6 +68,7 @@ class Request:
     precision: str = "bf16"
     optimizer: Optimizer = Optimizer()
     pins: Pins = Pins()
+    coupling: Coupling | None = None
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,7 @@ def enumerate_space(
         raise PlanError(
             f"no legal plan for {cluster.gpus} GPUs, {layers} layers and global_batch="
             f"{request.global_batch}{pinned}: {why}. Free a pin, or change gpus or global_batch"
+            f"{f'. {request.coupling.detail}' if request.coupling else ''}"
         )
     return Space(choices, tuple(reasons))
 
@@ -162,6 +165,8 @@ def _meshes(gpus: int, layers: int, tps: Collection[int]) -> Iterator[Mesh]:
 
 def _allowed(mesh: Mesh, request: Request) -> bool:
     pins = request.pins
+    if request.coupling and not request.coupling.replicas and mesh.dp > 1:
+        return False
     return request.global_batch % mesh.dp == 0 and all(
         pins.allows(axis, mesh.size(axis)) for axis in ("pp", "dp", "tp")
     )
@@ -170,7 +175,7 @@ def _allowed(mesh: Mesh, request: Request) -> bool:
 def _choices(mesh: Mesh, request: Request) -> Iterator[Choice]:
     pins = request.pins
     samples = request.global_batch // mesh.dp
-    for micro_batch in divisors(samples):
+    for micro_batch in divisors(samples) if request.coupling is None else [samples]:
         if not pins.allows("micro_batch", micro_batch):
             continue
         m = samples // micro_batch
@@ -200,6 +205,9 @@ def _reasons(
     """Why sizes that divide the cluster are left out."""
     pins, batch = request.pins, request.global_batch
     reasons = [f"tp={tp} ({illegal_tp[tp]})" for tp in sorted(illegal_tp)]
+    if request.coupling:
+        more = "several micro-batches" if request.coupling.replicas else "dp > 1 and several micro-batches"
+        reasons.append(f"{more} ({request.coupling.short})")
     if pins.tp is not None and pins.tp not in tps and pins.tp not in illegal_tp:
         reasons.append(f"tp={pins.tp} (no solution; there are {_listed(sorted(tps))})")
     for size in divisors(cluster.gpus):

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import fx
 
 from autopar.cost_models.hardware import gpu
 from autopar.errors import TypeCheckError
@@ -22,11 +18,11 @@ from autopar.passes import PASSES
 from autopar.placement import GRAD_PARTIAL, PARTIAL, REPLICATE, Shard, Strategy
 from autopar.plan import Plan
 from autopar.rules import Axis
-from autopar.rules.verify import check_data_axis, verify
+from autopar.rules.verify import verify
 from autopar.search.intra_op import solve
 from autopar.search.layouts import MEGATRON, MEGATRON_SP, Layout
 from autopar.search.op_costs import TimeCosts
-from tests.models import gpt, layered, llama
+from tests.models import gpt
 
 VALUES = {B: 2, S: 16}
 
@@ -183,105 +179,3 @@ def test_the_message_names_block_line_and_neighbours() -> None:
     assert message.startswith("Block.root_add (")
     assert "examples/gpt.py:" in message
     assert "    > root_add(" in message and "c_proj_add(" in message
-
-
-# --------------------------------------------------------------------------------
-# The data axis
-
-
-class _Plain(nn.Module):
-    """x [b, 8], labels [b] → loss; the models below differ in one line of forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.out = nn.Linear(8, 16), nn.Linear(16, 5)
-
-    def logits(self, x: Tensor) -> Tensor:  # [b, 8] -> [b, 5]
-        logits: Tensor = self.out(torch.tanh(self.up(x)))
-        return logits
-
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self.logits(x), labels)
-
-
-class _Centred(_Plain):
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        logits = self.logits(x)
-        return F.cross_entropy(logits - logits.mean(0), labels)
-
-
-class _Contrast(_Plain):
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        h = self.up(x)
-        return F.cross_entropy(h @ h.T, labels)
-
-
-class _Root(_Plain):
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        loss = F.cross_entropy(self.logits(x), labels)
-        return loss.sqrt()
-
-
-class _SoftmaxOverSamples(_Plain):
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        logits = self.logits(x)
-        return F.cross_entropy(torch.softmax(logits, 0), labels)
-
-
-class _BatchSize(_Plain):
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        loss, penalty = F.cross_entropy(self.logits(x), labels), x.pow(2).sum()
-        return loss + penalty / x.shape[0]
-
-
-class _Constant(_Plain):
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        loss = F.cross_entropy(self.logits(x), labels)
-        return loss + 1.0
-
-
-class _Flipped(_Plain):
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        logits = self.logits(x)
-        return F.cross_entropy(logits.flip(0), labels)
-
-
-class _OfWeights(_Plain):
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        loss = F.cross_entropy(self.logits(x), labels)
-        return loss + self.out.weight.pow(2).sum()
-
-
-class _ByFrequency(_Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(5, 16, scale_grad_by_freq=True)
-
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self.logits(x) + self.out(self.table(labels)), labels)
-
-
-def _traced(model: nn.Module) -> Program:
-    return layered(model, {"x": torch.zeros(4, 8), "labels": torch.zeros(4, dtype=torch.long)})
-
-
-@pytest.mark.parametrize(
-    "model",
-    [_Centred, _Contrast, _Root, _SoftmaxOverSamples, _BatchSize, _Constant, _Flipped, _OfWeights, _ByFrequency],
-)
-def test_what_couples_samples_is_refused_with_its_line(model: type[_Plain]) -> None:
-    """The last line of each forward: over parts of a batch it would not add up to what it is of the whole."""
-    program = _traced(model())
-    with pytest.raises(TypeCheckError) as error:
-        check_data_axis(program)
-    lines, first = inspect.getsourcelines(model.forward)
-    assert f"test_verify.py:{first + len(lines) - 1})" in str(error.value)
-
-
-@pytest.mark.parametrize("model", [gpt, llama], ids=lambda f: f.__name__)
-def test_models_of_independent_samples_are_accepted(model: Callable[[], tuple[nn.Module, Program]]) -> None:
-    check_data_axis(model()[1])
-
-
-def test_a_head_of_independent_samples_is_accepted() -> None:
-    check_data_axis(_traced(_Plain()))

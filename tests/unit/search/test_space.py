@@ -7,6 +7,7 @@ import pytest
 from autopar.cost_models.hardware import Cluster
 from autopar.errors import PlanError
 from autopar.mesh import Mesh
+from autopar.rules.data_axis import Coupling
 from autopar.search.space import Pins, Request, Space, enumerate_space
 
 
@@ -56,3 +57,25 @@ def test_pins_and_bans_restrict() -> None:
 def test_errors_carry_the_arithmetic_and_the_way_out(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         space(**arguments)  # type: ignore[arg-type]
+
+
+def coupled(replicas: bool, **pins: object) -> Space:
+    coupling = Coupling("loss couples samples at model.py:7", "    > norm(x)", replicas)
+    request = Request(16, 128, 1e12, pins=Pins(**pins), coupling=coupling)  # type: ignore[arg-type]
+    return enumerate_space(request, Cluster(8), 4, (1, 2, 4, 8), {})
+
+
+def test_coupled_samples_stay_in_one_micro_batch() -> None:
+    spaces = {replicas: coupled(replicas) for replicas in (True, False)}
+    for replicas, found in spaces.items():
+        assert {choice.micro_batches for choice in found.choices} == {1}
+        assert ({choice.mesh.dp for choice in found.choices} == {1}) is not replicas
+    assert "several micro-batches (loss couples samples at model.py:7)" in spaces[True].not_legal
+    assert "dp > 1 and several micro-batches (loss couples samples at model.py:7)" in spaces[False].not_legal
+
+
+def test_pins_that_would_split_coupled_samples_are_refused_with_the_graph() -> None:
+    with pytest.raises(PlanError, match=r"micro-batches \(loss couples samples at model.py:7\)(.|\n)*    > norm"):
+        coupled(True, micro_batch=2, dp=4)
+    with pytest.raises(PlanError, match="dp > 1 and several micro-batches"):
+        coupled(False, dp=2)

@@ -1,0 +1,52 @@
+"""Which rows of a dim a rank has, where the batch is not the outermost part of it.
+
+`cat([x, y])` of two shards of a batch is [x₀; y₀] on rank 0 and [x₁; y₁] on rank 1: not a slice of the whole, but the
+same samples, in `runs` runs of rows. Sums over the dim, and ops on each row, do not mind, provided that all
+operands have the same runs. A reshape that merges an outer dim into the batch's makes runs; one that splits them off
+again ends them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import sympy
+from torch import fx
+
+from ..ir.graph import B, info, node_inputs
+from ..placement import Placement, Shard, Strategy
+
+
+@dataclass(frozen=True)
+class Rows:
+    """runs: in how many runs of consecutive rows a rank's samples lie."""
+
+    runs: sympy.Expr = sympy.Integer(1)
+
+
+Found = tuple[Strategy, Rows]
+
+
+def rows_of_cat(node: fx.Node, given: list[tuple[Placement, Rows]]) -> Found | None:
+    """cat along the sharded dim of operands of one shape."""
+    operands = node_inputs(node)
+    dim = int(node.args[1]) % len(info(node).shape) if len(node.args) > 1 else 0  # type: ignore[arg-type]
+    shapes = {info(n).shape for n in operands}
+    if len(set(given)) != 1 or given[0][0] != Shard(dim) or len(shapes) != 1:
+        return None
+    return Strategy(tuple(p for p, _ in given), Shard(dim)), Rows(given[0][1].runs * len(operands))
+
+
+def rows_of_reshape(node: fx.Node, placement: Placement, rows: Rows) -> Found | None:
+    """In the order of its elements a tensor is [outer, b, inner]; a reshape moves dims, but not that border."""
+    source, target = info(node_inputs(node)[0]).shape, info(node).shape
+    dims = [i for i, size in enumerate(target) if B in size.free_symbols]
+    if not placement.is_shard or len(dims) != 1:
+        return None
+    (into,) = dims
+    outer = sympy.Mul(*source[: placement.dim]) * rows.runs
+    runs = sympy.cancel(outer / sympy.Mul(*target[:into]))
+    inner = sympy.cancel(target[into] / (runs * B))
+    if sympy.denom(runs) != 1 or sympy.denom(inner) != 1 or B in inner.free_symbols:
+        return None
+    return Strategy((placement,), Shard(into)), Rows(runs)

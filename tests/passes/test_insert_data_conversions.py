@@ -1,0 +1,108 @@
+"""insert_data_conversions: reduced values become those of the whole batch over dp, and the loss a summand again."""
+
+from dataclasses import replace
+
+from autopar.mesh import Mesh
+from autopar.passes.insert_data_conversions import InsertDataConversions
+from autopar.passes.lower_conversions import LowerConversions
+from autopar.plan import Plan
+from tests.passes.programs import assert_becomes, plan, read, typed
+
+ROOT = """
+block model:
+  x: [b, 8] = input x
+  _count: [] int = buffer _count
+  w: [5, 8] = parameter w
+  y: [b, 5] = linear(x, w)
+  total: [] = sum(y)
+  mean: [] = div(total, _count)
+  root: [] = sqrt(mean)
+  twice: [] = add(root, mean)
+  return twice
+"""
+
+
+def _plan(dp: int) -> Plan:
+    return replace(plan(tp=1), mesh=Mesh(dp=dp), micro_batch=1)
+
+
+def test_a_number_of_the_whole_batch_is_reduced_and_the_loss_kept_on_one_rank() -> None:
+    """root reads the mean of all and is whole; one replica gives it to the sum of losses, where mean is a summand."""
+    typed_program = typed(read(ROOT), _plan(2))
+    converted = assert_becomes(
+        InsertDataConversions(),
+        typed_program,
+        """
+        block model:
+          x: [b, 8] R = input x
+          _count: [] R = buffer _count
+          w: [5, 8] R = parameter w
+          y: [b, 5] R = linear(x, w)
+          total: [] R = sum(y)
+          mean: [] R = div(total, _count)
+          convert: [] R = convert(mean, P, R, dp)
+          root: [] R = sqrt(convert)
+          convert_1: [] R = convert(root, R, P, dp)
+          twice: [] R = add(convert_1, mean)
+          return twice
+        """,
+        _plan(2),
+    )
+    assert_becomes(
+        LowerConversions(),
+        converted,
+        """
+        block model:
+          x: [b, 8] R = input x
+          _count: [] R = buffer _count
+          w: [5, 8] R = parameter w
+          y: [b, 5] R = linear(x, w)
+          total: [] R = sum(y)
+          mean: [] R = div(total, _count)
+          convert: [] R = all_reduce(mean, axis=dp)
+          root: [] R = sqrt(convert)
+          convert_1: [] R = value_from_first(root, axis=dp)
+          twice: [] R = add(convert_1, mean)
+          return twice
+        """,
+        _plan(2),
+    )
+
+
+def test_one_replica_needs_none() -> None:
+    program = typed(read(ROOT), _plan(1))
+    assert InsertDataConversions().apply(program, _plan(1)) is program
+
+
+def test_two_reduced_factors_need_one_reduction() -> None:
+    """The product is linear in each: where one factor is whole the other stays a summand, and so does the product."""
+    text = """
+    block model:
+      x: [b, 8] = input x
+      t: [b, 5] = input t
+      w: [5, 8] = parameter w
+      y: [b, 5] = linear(x, w)
+      share: [5] = sum.dim_IntList(t, [0])
+      mean: [5] = sum.dim_IntList(y, [0])
+      both: [5] = mul(share, mean)
+      loss: [] = sum(both)
+      return loss
+    """
+    assert_becomes(
+        InsertDataConversions(),
+        typed(read(text), _plan(2)),
+        """
+        block model:
+          x: [b, 8] R = input x
+          t: [b, 5] R = input t
+          w: [5, 8] R = parameter w
+          y: [b, 5] R = linear(x, w)
+          share: [5] R = sum(t, [0])
+          mean: [5] R = sum(y, [0])
+          convert: [5] R = convert(share, P, R, dp)
+          both: [5] R = mul(convert, mean)
+          loss: [] R = sum(both)
+          return loss
+        """,
+        _plan(2),
+    )
