@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import sympy
 import torch
 from torch import fx
 
@@ -110,7 +111,7 @@ def _partition(ranges: list[_RANGE], width: int) -> bool:
 
 def _part(projection: _Projection, part: _RANGE, reader: fx.Node) -> fx.Node:
     """The product, with its bias, of a range of the weight's outputs; made before `reader`."""
-    product, shape = projection.product, (*projection.shape[:-1], part[1] - part[0])
+    product, shape = projection.product, (*projection.shape[:-1], sympy.Integer(part[1] - part[0]))
     graph = product.graph
     with graph.inserting_before(reader):
         weight = _sliced(product.args[1], projection.dim, part)
@@ -127,7 +128,7 @@ def _sliced(parameter: Any, dim: int, part: _RANGE) -> fx.Node:
         if reader.target is aten.slice.Tensor and reader.args[1:] == (dim, *part):
             return reader
     shape = list(info(parameter).shape)
-    shape[dim] = part[1] - part[0]
+    shape[dim] = sympy.Integer(part[1] - part[0])
     return call(parameter.graph, aten.slice.Tensor, (parameter, dim, *part), info(parameter), tuple(shape))
 
 

@@ -4,6 +4,7 @@ import torch
 from torch import fx
 
 from ..ir.graph import info, node_inputs
+from .arguments import option
 from .factor import Rule, RuleMaker
 
 aten = torch.ops.aten
@@ -24,9 +25,29 @@ def _norm(node: fx.Node) -> Rule:
     return Rule((dims, *(normal for _ in weights)), dims, whole=frozenset(normal), saves=(0,))
 
 
+def _batch_norm(node: fx.Node) -> Rule:
+    """`x[b c *d] w[c] -> y[b c *d]`: statistics over samples and places, which stay whole, unless they are given."""
+    x, *others = node_inputs(node)
+    rank = len(info(x).shape)
+    dims = tuple("c" if i == 1 else f"d{i}" for i in range(rank))
+    whole = frozenset(dims) - {"c"} if option(node, "training") else frozenset()
+    return Rule((dims, *(("c",) for _ in others)), dims, whole=whole, saves=(0,))
+
+
+def _instance_norm(node: fx.Node) -> Rule:
+    """`x[b c *d] w[c] -> y[b c *d]`: statistics of each channel of each sample."""
+    x, *others = node_inputs(node)
+    rank = len(info(x).shape)
+    dims = tuple("c" if i == 1 else f"d{i}" for i in range(rank))
+    whole = frozenset(dims[2:]) | ({"d0"} if option(node, "running_mean") is not None else set())
+    return Rule((dims, *(("c",) for _ in others)), dims, whole=whole, saves=(0,))
+
+
 RULES: dict[object, RuleMaker] = {
     aten.layer_norm.default: _norm,
     aten.rms_norm.default: _norm,
+    aten.batch_norm.default: _batch_norm,
+    aten.instance_norm.default: _instance_norm,
     aten.softmax.int: _softmax,
     aten.log_softmax.int: _softmax,
 }

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from ..ir.graph import info, node_inputs
+from .arguments import dims_of, option
 from .factor import Dims, Rule, RuleMaker
 
 aten = torch.ops.aten
@@ -159,8 +160,67 @@ def _cat(node: fx.Node) -> Rule:
     return Rule(inputs, tuple(dims), frozenset({f"d{dim % len(dims)}"}), linear=(together,), kind="memory")
 
 
+def _stack(node: fx.Node) -> Rule:
+    operands = node_inputs(node)
+    dims = _dims(_rank(node))
+    output = list(dims)
+    output.insert(_int(option(node, "dim")) % (len(dims) + 1), None)
+    together = frozenset(range(len(operands)))
+    return Rule(tuple(tuple(dims) for _ in operands), tuple(output), linear=(together,), kind="memory")
+
+
+def _repeat(node: fx.Node) -> Rule:
+    """Dims that are repeated stay whole."""
+    inputs, target = _dims(_rank(node)), info(node).shape
+    output: list[str | None] = [None] * (len(target) - len(inputs)) + list(inputs)
+    offset = len(target) - len(inputs)
+    source = info(node_inputs(node)[0]).shape
+    grown = {f for i, f in enumerate(inputs) if source[i] != target[offset + i]}
+    return Rule((tuple(inputs),), tuple(output), whole=frozenset(f for f in grown if f), linear=_LINEAR)
+
+
+def _repeat_interleave(node: fx.Node) -> Rule:
+    """Each element n times in a row: a shard of the operand gives a shard of the result."""
+    dim = option(node, "dim")
+    if dim is None:
+        return Rule(((None,) * _rank(node),), (None,), linear=_LINEAR)
+    return Rule((tuple(_dims(_rank(node))),), tuple(_dims(_rank(node))), linear=_LINEAR)
+
+
+def _reordered(node: fx.Node) -> Rule:
+    """flip, roll: dims whose elements move stay whole."""
+    rank = _rank(node)
+    whole = frozenset(f"d{d}" for d in dims_of(option(node, "dims"), rank))
+    return Rule((tuple(_dims(rank)),), tuple(_dims(rank)), whole, linear=_LINEAR)
+
+
+def _into(node: fx.Node) -> Rule:
+    """slice_scatter, select_scatter: a part of a value, along `dim`, written into it."""
+    base, part = (info(n).shape for n in node_inputs(node))
+    dims, dim = _dims(len(base)), _int(option(node, "dim")) % len(base)
+    source = dims if len(part) == len(base) else [f for i, f in enumerate(dims) if i != dim]
+    return Rule((tuple(dims), tuple(source)), tuple(dims), frozenset({f"d{dim}"}), linear=(frozenset({0, 1}),))
+
+
+def _unfold(node: fx.Node) -> Rule:
+    """Windows along a dim, which stays whole, in a new last dim."""
+    inputs = _dims(_rank(node))
+    whole = frozenset({f"d{_int(node.args[1]) % len(inputs)}"})
+    return _view(inputs, [*inputs, None], whole)
+
+
 RULES: dict[object, RuleMaker] = {
     aten.reshape.default: _reshape,
+    aten.squeeze.default: _reshape,
+    aten.squeeze.dims: _reshape,
+    aten.stack.default: _stack,
+    aten.repeat.default: _repeat,
+    aten.repeat_interleave.self_int: _repeat_interleave,
+    aten.flip.default: _reordered,
+    aten.roll.default: _reordered,
+    aten.slice_scatter.default: _into,
+    aten.select_scatter.default: _into,
+    aten.unfold.default: _unfold,
     aten.transpose.int: _transpose,
     aten.t.default: _t,
     aten.numpy_T.default: _t,

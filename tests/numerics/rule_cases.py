@@ -30,8 +30,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor argument. kind: "float" (with a gradient), "positive" (with one), "constant", "flag", or the
-    exclusive bound of integers."""
+    """A tensor argument. kind: "float" (with a gradient), "positive" (with one), "constant", "scale" (positive,
+    without one), "flag", "count" (integers from 1), or the exclusive bound of integers."""
 
     shape: tuple[int, ...]
     kind: str | int = "float"
@@ -39,11 +39,13 @@ class Operand:
     def draw(self, generator: torch.Generator) -> Tensor:
         if isinstance(self.kind, int):
             return torch.randint(self.kind, self.shape, generator=generator)
+        if self.kind == "count":
+            return torch.randint(1, 9, self.shape, generator=generator)
         if self.kind == "flag":
             return torch.rand(self.shape, generator=generator) < 0.5
         x = torch.randn(self.shape, generator=generator, dtype=torch.float64)
-        x = x.abs() + 0.5 if self.kind == "positive" else x
-        return x.requires_grad_(self.kind != "constant")
+        x = x.abs() + 0.5 if self.kind in ("positive", "scale") else x
+        return x.requires_grad_(self.kind not in ("constant", "scale"))
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ def _program(target: Any, case: Case) -> tuple[Program, list[Tensor], Tensor]:
 
 
 _CUT = {aten.detach.default}
+_UNSET = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default}
 
 
 def _sizes(tensor: Tensor) -> tuple[sympy.Expr, ...]:
@@ -133,7 +136,7 @@ def _check_strategy(program: Program, strategy: Strategy, tensors: list[Tensor],
         for placeholder, tensor, placement in zip(block.placeholders(), tensors, strategy.inputs, strict=True)
     }
     (parts,) = run_block(block, held, axis.size, {})
-    if node.target is aten.empty.memory_format:
+    if node.target in _UNSET:
         assert put_together([p.zero_() for p in parts], strategy.output).shape == result.shape
         return
     whole = put_together([p.detach() for p in parts], strategy.output)

@@ -15,9 +15,12 @@ from hypothesis import strategies as st
 
 from autopar.placement import REPLICATE, Kind
 from autopar.rules import RULES, Axis, rule_of, strategies
-from tests.numerics.rule_cases import CASES, WHOLE_ONLY, Case, Operand, check, node_of
+from tests.numerics import op_cases, rule_cases
+from tests.numerics.rule_cases import Case, Operand, check, node_of
 
 aten = torch.ops.aten
+CASES = {**rule_cases.CASES, **op_cases.CASES, **op_cases.TAGGED}
+WHOLE_ONLY = rule_cases.WHOLE_ONLY | op_cases.WHOLE_ONLY
 SIZES = (2, 3)
 
 
@@ -124,6 +127,6 @@ def test_a_sum_of_a_partial_and_a_whole_value_is_not_offered() -> None:
 
 
 def test_an_op_without_a_rule_stays_whole() -> None:
-    node = node_of(aten.cumsum.default, Case((Operand((4, 6)), 1)))
+    node = node_of(aten.cdist.default, Case((Operand((4, 6)), Operand((4, 6)))))
     assert {p for s in strategies(node, rule_of(node), Axis("tp", 2)) for p in s.inputs if p.is_shard} == set()
     assert strategies(node, rule_of(node), Axis("tp", 2))[0].output == REPLICATE
