@@ -1,146 +1,153 @@
-"""The body of one block: which ops share a line, what each value is called, which comments it carries."""
+"""The lines of some ops of a block: what each value is called, and which comments it carries."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from ..ir.graph import B, Block, NodeInfo, Role, S, info, node_inputs, op_name
+from ..ir.graph import B, NodeInfo, S, info, node_inputs
 from ..ir.ops import is_collective
-from ..placement import Kind
-from ..rules import rule_of
+from .comments import comment_of
 from .expressions import expression
+from .folding import Folding, is_constant
+from .idioms import rotate
+from .local_names import line_name
 from .names import value_name
+from .roles import Roles, is_bias_add, is_postfix
 from .text import Text
 
 aten = torch.ops.aten
 
-_WIDTH = 108
-_NORMS = (aten.layer_norm.default, aten.rms_norm.default)
-_NAMED_FOR_MODULE = {
-    aten.linear.default, aten.embedding.default, aten.scaled_dot_product_attention.default, aten.matmul.default,
-}  # fmt: skip
-_NAMED_FOR_OP = {
-    aten.cross_entropy_loss.default: "loss", aten.cos.default: "cos", aten.sin.default: "sin",
-    aten.arange.default: "positions",
-}  # fmt: skip
-_NOTE = {Kind.REPLICATE: "Replicate", Kind.GRAD_PARTIAL: "Replicate, grad Partial", Kind.PARTIAL: "Partial"}
-_BACKWARD = {
-    "copy_to": "all-reduce", "split": "all-gather", "gather": "slice", "all_gather": "reduce-scatter",
-    "all_reduce": "nothing", "reduce_scatter": "all-gather", "all_to_all": "all-to-all", "take_shard": "zero-pad",
-    "grad_from_first": "keep on one rank", "value_from_first": "nothing", "all_reduce_both": "all-reduce",
-    "both_from_first": "keep on one rank", "pad_shard": "slice",
-}  # fmt: skip
+WIDTH = 92  # of a line of a method without its indentation
+_MOST_OPS = 5  # in one line, views and casts not counted
+_RETURNED = 1 << 30  # the position after the last line
+
+
+@dataclass
+class Line:
+    """One line: what it says, the name it gives a value, its comment; `ends` a paragraph."""
+
+    text: str
+    name: str = ""
+    comment: str = ""
+    ends: bool = False
 
 
 @dataclass
 class Body:
-    """Lines of Python for a block's ops.
+    """Lines of Python for the ops `ops`, after which `results` are returned.
 
-    parameter: the expression of a parameter or buffer placeholder. arguments: what each VALUE and INPUT
-    placeholder is called; without any, `b`, `s` and `device` are arguments. After `write`, `results` are
-    the names returned and `imports` what the lines use of the runtime.
+    parameter: the expression of a parameter or buffer placeholder. arguments: what each value that comes in
+    is called; without any, `b`, `s` and `device` are arguments. breaks: ops after whose line comes a blank one.
+    After `write`, `result_names` are the names returned and `imports` what the lines use of the runtime.
     """
 
-    block: Block
+    ops: Sequence[fx.Node]
+    results: Sequence[fx.Node]
+    roles: Roles
     parameter: Callable[[fx.Node], str]
     arguments: Mapping[fx.Node, str]
     tp: int
-    lines: list[str] = field(default_factory=list)
-    results: list[str] = field(default_factory=list)
+    breaks: Collection[fx.Node] = ()
+    written: list[Line] = field(default_factory=list)
+    result_names: list[str] = field(default_factory=list)
     imports: set[str] = field(default_factory=set)
     names: dict[fx.Node, str] = field(default_factory=dict)
-    folded: set[fx.Node] = field(default_factory=set)
 
-    def write(self) -> None:
+    def write(self) -> Body:
         self.names = dict(self.arguments)
-        self.order = {node: i for i, node in enumerate(self.block.graph.nodes)}
-        self.folded = {node for node in self.block.ops if self._folds(node)}
+        self.order = {node: i for i, node in enumerate(self.ops)}
+        self.folded = Folding(self.ops, self.results, self.roles)
         if self.arguments:
             self._sizes()
-        for node in self.block.ops:
+        for node in self.ops:
             if node not in self.folded:
                 self._statement(node)
-        self.results = [self.names[node] for node in self.block.results]
+        self.result_names = [self.names[node] for node in self.results]
+        return self
+
+    @property
+    def lines(self) -> list[str]:
+        return rendered(self.written, WIDTH)
+
+    def returned(self) -> list[str]:
+        """The lines with a return; a result that is the last line's is returned by it."""
+        name = ", ".join(self.result_names)
+        if len(self.results) == 1 and self.results[0] is self._last():
+            *before, last = self.written
+            text = f"return {last.text.removeprefix(f'{name} = ')}"
+            return rendered([*before, replace(last, text=text, name="")], WIDTH)
+        return rendered([*self.written, Line(f"return {name}")], WIDTH)
+
+    def _last(self) -> fx.Node | None:
+        """The op of the last line, unless it is a collective, which keeps a line to itself."""
+        written = [node for node in self.ops if node not in self.folded]
+        return written[-1] if written and not is_collective(written[-1].target) else None
 
     def last_use(self, node: fx.Node) -> int:
         """The position of the last line that reads a node, through the ops folded into that line."""
-        return max((self._line_of(user) for user in node.users), default=-1)
-
-    def _line_of(self, node: fx.Node) -> int:
-        while node in self.folded:
-            (node,) = node.users
-        return self.order[node]
-
-    # which ops share a line
-
-    def _folds(self, node: fx.Node) -> bool:
-        """Whether a node is written inside its only reader: views after what they view, a bias in its linear."""
-        if len(node.users) != 1 or node in self.block.results or is_collective(node.target):
-            return False
-        (reader,) = node.users
-        if reader.op == "output" or node_inputs(reader).count(node) > 1:
-            return False
-        first = node_inputs(reader)[0] is node
-        if node.target is aten.linear.default and _is_bias_add(reader):
-            return first and info(node).placement == info(reader).placement
-        if _is_postfix(reader):
-            return first
-        if node.target in (aten.slice.Tensor, aten.neg.default, aten.select.int, aten.to.dtype):
-            return not is_collective(reader.target)
-        return node.target is aten.mul.Tensor and reader.target is aten.add.Tensor
-
-    # statements
+        if node in self.results:
+            return _RETURNED
+        return max((self.folded.line_of(user) for user in node.users if user in self.order), default=-1)
 
     def _sizes(self) -> None:
         """`b` and `s`, where shapes need them, from the first value that has both."""
         used = set()
-        for node in self.block.ops:
+        for node in self.ops:
             for argument in (*node.args, *node.kwargs.values()):
                 used |= _symbols(argument)
-        if not used & {B, S}:
+        used &= {B, S}
+        if not used:
             return
         sources = [n for n in self.names if _dims_of(info(n))]
-        source = next((n for n in sources if used <= set(_dims_of(info(n)))), sources[0] if sources else None)
-        assert source is not None, f"nothing tells the sizes of {self.block.name}"
-        facts, name = info(source), self.names[source]
-        dims = _dims_of(facts)
-        if used >= {B, S} and not facts.placement.is_shard and facts.shape[:2] == (B, S):
-            rest = ", _" * (len(facts.shape) - 2)
-            self.lines.append(f"b, s{rest} = {name}.shape")
+        source = next((n for n in sources if used <= set(_dims_of(info(n)))), None)
+        plain = source is not None and not info(source).placement.is_shard and info(source).shape[:2] == (B, S)
+        if source is not None and plain and used == {B, S}:
+            rest = ", _" * (len(info(source).shape) - 2)
+            self.written.append(Line(f"b, s{rest} = {self.names[source]}.shape"))
             return
-        for symbol in (B, S):
-            if symbol in used:
-                whole = f"{name}.shape[{dims[symbol]}]"
-                sharded = facts.placement.is_shard and facts.placement.dim == dims[symbol]
-                note = f"  # each rank has 1/{self.tp} of it" if sharded else ""
-                self.lines.append(f"{symbol} = {whole}{f' * {self.tp}' if sharded else ''}{note}")
+        wanted = sorted(used, key=str)
+        texts, notes = zip(*(self._size(symbol, source, sources) for symbol in wanted), strict=True)
+        note = next((n for n in notes if n), "")
+        self.written.append(Line(f"{', '.join(map(str, wanted))} = {', '.join(texts)}", comment=note))
+
+    def _size(self, symbol: Any, source: fx.Node | None, sources: Sequence[fx.Node]) -> tuple[str, str]:
+        source = source or next((n for n in sources if symbol in _dims_of(info(n))), None)
+        assert source is not None, f"nothing tells the size {symbol}"
+        facts, name = info(source), self.names[source]
+        dim = _dims_of(facts)[symbol]
+        if facts.placement.is_shard and facts.placement.dim == dim:
+            return f"{name}.shape[{dim}] * {self.tp}", f"{name} has 1/{self.tp} of {symbol}"
+        return f"{name}.shape[{dim}]", ""
+
+    # statements
 
     def _statement(self, node: fx.Node) -> None:
         text = self._text(node)
-        name = self._name(node)
+        name = line_name(self, node)
         line = f"{name} = {text.source}"
-        comment = self._comment(node)
-        if len(line) > _WIDTH and (inner := self._longest_folded(node)):
-            self.folded.discard(inner)
+        if (len(line) > WIDTH or self._count(node) > _MOST_OPS) and (inner := self._longest_folded(node)):
+            self.folded.split(inner)
             self._statement(inner)
             self._statement(node)
             return
         self.names[node] = name
         self.imports |= text.imports
-        if comment and len(line) + len(comment) > _WIDTH:
-            self.lines += [f"# {comment}", line]
-        else:
-            self.lines.append(f"{line}  # {comment}" if comment else line)
+        comment = comment_of(node, self.head(node), self.tp)
+        self.written.append(Line(line, name, comment, ends=node in self.breaks))
+
+    def _count(self, node: fx.Node) -> int:
+        inside = sum(self._count(n) for n in node_inputs(node) if n in self.folded)
+        return inside + (not (is_postfix(node) or is_bias_add(node)))
 
     def _longest_folded(self, node: fx.Node) -> fx.Node | None:
         """What to give a line of its own: the op under a chain of views, so that the views stay together."""
         viewed = node
-        while _is_postfix(viewed) and node_inputs(viewed)[0] in self.folded:
+        while is_postfix(viewed) and node_inputs(viewed)[0] in self.folded:
             viewed = node_inputs(viewed)[0]
         if viewed is not node:
             return viewed
@@ -155,10 +162,13 @@ class Body:
             imports.update(text.imports)
             return text
 
-        if _is_bias_add(node) and node_inputs(node)[0] in self.folded:
+        if is_bias_add(node) and node_inputs(node)[0] in self.folded:
             product, bias = node_inputs(node)
             given = [render(operand).source for operand in (*node_inputs(product), bias)]
             text = Text(f"F.linear({', '.join(given)})")
+        elif node.target is rotate:
+            given = [render(operand).source for operand in node_inputs(node)]
+            text = Text(f"{node.kwargs['function']}({', '.join(given)})")
         else:
             text = expression(node, render, self._device(), "self.training")
         return Text(text.source, text.precedence, text.imports | imports)
@@ -166,100 +176,54 @@ class Body:
     def _operand(self, node: fx.Node) -> Text:
         if node in self.folded:
             return self._text(node)
-        if info(node).role in (Role.PARAMETER, Role.BUFFER):
-            return Text(self.parameter(node))
-        return Text(self.names[node])
+        return Text(self.parameter(node) if is_constant(node) else self.names[node])
 
     def _device(self) -> str:
         return f"{next(iter(self.arguments.values()))}.device" if self.arguments else "device"
 
-    # names
+    # what names are made from
 
-    def _name(self, node: fx.Node) -> str:
-        head = self._head(node)
-        facts = info(head)
-        if head.target in _NORMS:
-            return self._free("h", node)
-        if head.target in _NAMED_FOR_MODULE and facts.module:
-            return self._free(_short(facts.module), node)
-        if head.target in _NAMED_FOR_OP:
-            return self._free(_NAMED_FOR_OP[head.target], node)
-        read = self._reads(head)
-        for operand in read:
-            if self.last_use(operand) <= self.order[node] and operand not in self.block.results:
-                return self.names[operand]
-        base = op_name(head).strip("_")
-        weights = [n for n in node_inputs(head) if info(n).role in (Role.PARAMETER, Role.BUFFER)]
-        if not read and weights:
-            return self._free(info(weights[0]).ref.rpartition(".")[2], node)
-        return self._free(f"{self.names[read[0]]}_{base}" if read else base, node)
-
-    def _reads(self, node: fx.Node) -> list[fx.Node]:
-        """The named values that a line reads, through folded ops."""
-        found: list[fx.Node] = []
-        for operand in node_inputs(node):
-            found += self._reads(operand) if operand in self.folded else [operand] if operand in self.names else []
-        return found
-
-    def _head(self, node: fx.Node) -> fx.Node:
+    def head(self, node: fx.Node) -> fx.Node:
         """The op a line is about: the innermost of a chain of views and casts."""
-        while (_is_postfix(node) or _is_bias_add(node)) and node_inputs(node)[0] in self.folded:
+        while (is_postfix(node) or is_bias_add(node)) and node_inputs(node)[0] in self.folded:
             node = node_inputs(node)[0]
         return node
 
-    def _free(self, base: str, node: fx.Node) -> str:
+    def reads(self, node: fx.Node) -> list[fx.Node]:
+        """The named values that a line reads, through folded ops."""
+        found: list[fx.Node] = []
+        for operand in node_inputs(node):
+            found += self.reads(operand) if operand in self.folded else [operand] if operand in self.names else []
+        return found
+
+    def dies(self, operand: fx.Node, node: fx.Node) -> bool:
+        """Whether the line of `node` is the last to read a value."""
+        return self.last_use(operand) <= self.order[node]
+
+    def free(self, base: str, node: fx.Node) -> str:
         """The base, or with a number where another live value has it."""
         return value_name(base, {name for other, name in self.names.items() if self.last_use(other) > self.order[node]})
 
-    # comments
 
-    def _comment(self, node: fx.Node) -> str:
-        facts = info(node)
-        if self.tp == 1 or facts.strategy is None:
-            return ""
-        if is_collective(node.target):
-            source, target = facts.strategy.inputs[0], facts.strategy.output
-            name = op_name(node)
-            backward = f"; backward: {_BACKWARD[name]}" if facts.requires_grad else ""
-            return f"{_placement(source)} → {_placement(target)}{backward}"
-        head = self._head(node)
-        strategy = info(head).strategy
-        if head.target is not aten.linear.default or strategy is None:
-            return ""
-        weight = strategy.inputs[1]
-        if weight.is_shard:
-            return "column-parallel" if weight.dim == 0 else "row-parallel → Partial"
-        return ""
-
-
-def _placement(placement: Any) -> str:
-    return f"Shard({placement.dim})" if placement.is_shard else _NOTE[placement.kind]
-
-
-def _is_postfix(node: fx.Node) -> bool:
-    """Written after its operand: x.transpose(1, 2), x.to(dtype), x[..., 8:]."""
-    if node.op != "call_function" or is_collective(node.target) or not node_inputs(node):
-        return False
-    cast = node.target is aten.to.dtype
-    return cast or rule_of(node).kind == "view" and len(node_inputs(node)) == 1
-
-
-def _is_bias_add(node: fx.Node) -> bool:
-    """linear(x, w) + bias, a parameter of the width of its result."""
-    if node.target is not aten.add.Tensor or node.kwargs or len(node_inputs(node)) != 2:
-        return False
-    product, bias = node_inputs(node)
-    if product.target is not aten.linear.default or info(bias).role is not Role.PARAMETER:
-        return False
-    return len(node_inputs(product)) == 2 and info(bias).shape == info(product).shape[-1:]
-
-
-def _short(module: str) -> str:
-    """ "self_attn.q_proj" → "q"; "mlp.c_fc" → "c_fc"; "self_attn" → "attn"."""
-    leaf = module.rpartition(".")[2].removeprefix("self_")
-    if leaf.endswith("head"):
-        return "logits"
-    return leaf.removesuffix("_proj") if leaf != "c_proj" else leaf
+def rendered(lines: Sequence[Line], width: int) -> list[str]:
+    """Lines with their comments: behind them, or before where that is too long, once for several of the same."""
+    texts: list[str] = []
+    place = 0
+    while place < len(lines):
+        line = lines[place]
+        same = [line]
+        while line.comment and place + len(same) < len(lines) and lines[place + len(same)].comment == line.comment:
+            same.append(lines[place + len(same)])
+        behind = [f"{one.text}  # {one.comment}" if one.comment else one.text for one in same]
+        if max(map(len, behind)) > width and line.comment:
+            names = f"{', '.join(one.name for one in same)}: " if len(same) > 1 else ""
+            texts += [f"# {names}{line.comment}", *(one.text for one in same)]
+        else:
+            texts += behind
+        place += len(same)
+        if lines[place - 1].ends and place < len(lines):
+            texts.append("")
+    return texts
 
 
 def _symbols(argument: Any) -> set[Any]:

@@ -10,6 +10,7 @@ from torch import fx
 
 from ..ir.graph import COUNT, PROLOGUE, Call, Role, info, node_inputs
 from .emission import Emission, dict_text, tuple_text
+from .layer_runs import lists, needs_paths, runs
 from .text import size_text
 
 _INDENT = "    "
@@ -31,9 +32,14 @@ def constants(e: Emission) -> str:
     if e.predicted.flops_per_step and e.predicted.peak_flops:
         settings.append(f"flops_per_step={e.predicted.flops_per_step:.6g}, peak_flops={e.predicted.peak_flops:.6g}")
     lines = ["SETTINGS = Settings(", *(f"{_INDENT}{line}," for line in settings), ")"]
-    lines.append(f"LAYERS = {tuple_text(e.lists())}  # where the layers are; each is a unit of data parallelism")
+    lines.append(f"LAYERS = {tuple_text(lists(e.program))}  # where the layers are; each is a unit of data parallelism")
+    if needs_paths(e.program, runs(e.program, lambda call: call.block)):
+        lines.append(f"PATHS = {tuple_text([call.path for call in e.program.layer_calls])}  # of the layers")
     tied = [f'("{alias}", "{original}")' for alias, original in {**e.tied(), **e.on_several_stages()}.items()]
     lines.append(f"TIED = {tuple_text(tied, quote=False) if tied else '()'}  # (alias, original)")
+    if e.program.opaque:
+        e.imports.add("opaque.OpaqueModules")
+        lines.append("OPAQUE = OpaqueModules(__file__)  # modules that are kept whole: their classes are in opaque.pt")
     if e.program.recompute:
         recompute = sorted(e.program.recompute)
         whole = recompute == list(range(recompute[0], recompute[-1] + 1))

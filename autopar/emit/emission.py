@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 
-from ..ir.graph import EPILOGUE, PROLOGUE, TABLES, Block, Call, Program, Role, info
+from ..ir.graph import EPILOGUE, PROLOGUE, Block, Call, Program, Role, info
 from ..placement import Kind
 from ..plan import Plan
 from .body import Body
-from .names import argument_name, value_name
+from .call_names import block_arguments, value_names
+from .comments import placement_text
+from .idioms import Idioms
+from .layer_runs import is_between
+from .roles import Roles
 from .text import size_text
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """What the cost model said of the plan, for the header and the log."""
+    """What the cost model said of the plan, for the header and the log; `mfu` of 1, `peak_bytes` of the fullest GPU."""
 
     step_s: float | None = None
     flops_per_step: float | None = None
     peak_flops: float | None = None
+    peak_bytes: float | None = None
+    mfu: float | None = None
 
 
 @dataclass
@@ -34,60 +40,27 @@ class Emission:
     predicted: Predicted
     imports: set[str] = field(default_factory=set)
     names: dict[str, str] = field(default_factory=dict)
+    functions: dict[str, str] = field(default_factory=dict)
+    _roles: dict[str, Roles] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.names = self._name_values()
+        idioms = Idioms(self.program)
+        self.program, self.functions = idioms.program, idioms.functions
+        self.names = value_names(self.program)
 
-    def _name_values(self) -> dict[str, str]:
-        """Hidden states are `x` along the chain of layers; tables keep the names of their own lines.
+    def roles(self, block: Block) -> Roles:
+        """The roles of a block's values; what it returns is called as its readers call it."""
+        if block.name not in self._roles:
+            results: dict[fx.Node, str] = {}
+            if self.program.count(block.name):
+                given = (self.names[value] for value in self.program.call_of(block.name).outputs)
+                results = dict(zip(block.results, given, strict=False))
+            self._roles[block.name] = Roles(block, results)
+        return self._roles[block.name]
 
-        They share Model.forward with its arguments, and a layer with its own: none has the name of another.
-        """
-        taken = {*self.program.inputs, *map(argument_name, self.program.inputs)}
-        names: dict[str, str] = {}
-        for call in self.program.calls:
-            if call.block == TABLES:
-                body = Body(self.program.blocks[TABLES], lambda node: "buffer", self.tables_arguments(), 1)
-                body.write()
-                for value, result in zip(call.outputs, body.results, strict=True):
-                    names[value] = value_name(result, taken)
-                    taken.add(names[value])
-        chain = self.is_chain()
-        for number, call in enumerate(c for c in self.program.calls if c.block != TABLES):
-            for place, value in enumerate(call.outputs):
-                base = f"x{place or ''}" if chain else f"x{number}{f'_{place}' if place else ''}"
-                names[value] = value_name(base, taken)
-        return names
-
-    def is_chain(self) -> bool:
-        """Whether each layer reads only tables and exactly what the call before it gave."""
-        tables = {v for c in self.program.calls if c.block == TABLES for v in c.outputs}
-        previous: tuple[str, ...] | None = None
-        for call in self.program.calls:
-            if call.block == TABLES:
-                continue
-            varying = tuple(v for v in call.inputs if v not in tables)
-            if previous is not None and varying != previous:
-                return False
-            previous = call.outputs
-        return True
-
-    def tables_arguments(self) -> dict[fx.Node, str]:
-        block = self.program.blocks[TABLES]
-        return {n: argument_name(info(n).ref) for n in block.placeholders(Role.INPUT)}
-
-    def value_names(self, block: Block) -> dict[fx.Node, str]:
-        """Arguments of a block: `x` for the one value with a gradient, else the name its producer gave it."""
-        call = self.program.call_of(block.name)
-        names: dict[fx.Node, str] = {}
-        for node in block.placeholders(Role.VALUE):
-            names[node] = self.names[call.inputs[int(info(node).ref)]]
-        for node in block.placeholders(Role.INPUT):
-            names[node] = argument_name(info(node).ref)
-        return names
-
-    def lists(self) -> list[str]:
-        return list(dict.fromkeys(call.path.rpartition(".")[0] for call in self.program.layer_calls))
+    def arguments(self, block: Block) -> dict[fx.Node, str]:
+        """What a block's values and inputs are called in it."""
+        return block_arguments(self.program, block, self.names)
 
     def tied(self) -> dict[str, str]:
         """Aliases that the loss reads, with the name that keeps the values (which it need not read itself)."""
@@ -104,7 +77,8 @@ class Emission:
 
     def _tied_before(self, node: fx.Node) -> str | None:
         """The name under which a parameter of prologue or epilogue has been declared last, before this one."""
-        blocks = [self.program.blocks[name] for name in (PROLOGUE, EPILOGUE) if name in self.program.blocks]
+        between = [c.block for c in self.program.layer_calls if is_between(c.block)]
+        blocks = [self.program.blocks[n] for n in (PROLOGUE, *between, EPILOGUE) if n in self.program.blocks]
         declared = [n for block in blocks for n in block.placeholders(Role.PARAMETER)]
         if node not in declared:
             return None
@@ -147,13 +121,21 @@ class Emission:
         self.imports.add(f"parameters.{function}")
         return f"{function}({path})"
 
-    def body(self, block: Block, names: dict[fx.Node, str]) -> Body:
-        body = Body(block, self.access, names, self.plan.mesh.tp)
-        body.write()
+    def body(
+        self,
+        block: Block,
+        names: Mapping[fx.Node, str],
+        ops: Sequence[fx.Node] | None = None,
+        results: Sequence[fx.Node] | None = None,
+        breaks: Collection[fx.Node] = (),
+    ) -> Body:
+        """The lines of a block, or of some of its ops."""
+        ops, results = block.ops if ops is None else ops, block.results if results is None else results
+        body = Body(ops, results, self.roles(block), self.access, names, self.plan.mesh.tp, breaks).write()
         self.imports |= body.imports
         return body
 
-    def shapes(self, names: dict[fx.Node, str]) -> str:
+    def shapes(self, names: Mapping[fx.Node, str]) -> str:
         """A comment with the local shapes of the arguments that have a gradient."""
         shown = []
         for node, name in names.items():
@@ -163,7 +145,7 @@ class Emission:
             sizes = [size_text(n) for n in facts.shape]
             if facts.placement.is_shard:
                 sizes[facts.placement.dim] += f"/{self.plan.mesh.tp}"
-            kind = f"{facts.placement}@tp " if self.plan.mesh.tp > 1 else ""
+            kind = f"{placement_text(facts.placement)}@tp " if self.plan.mesh.tp > 1 else ""
             shown.append(f"{name}: {kind}[{', '.join(sizes)}]")
         return f"  # {', '.join(shown)}" if shown else ""
 

@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from ..ir.graph import Block, Call, Role
+from torch import fx
+
+from ..ir.graph import Block, Call, Role, info
 from .emission import Emission
-from .names import class_name
+from .names import class_name, value_name
+from .placement_table import placement_table
+from .regions import Region, regions
+
+_LONG = 25  # lines of a body that is better read as several methods
 
 
 def layer_class(e: Emission, block: Block) -> str:
     """The class of a layer block: parameters, forward, and the body in a method of its own when recomputed."""
-    calls = [c for c in e.program.layer_calls if c.block == block.name]
-    names = e.value_names(block)
-    body = e.body(block, names)
+    names = e.arguments(block)
     arguments = ", ".join(names.values())
-    returned = ", ".join(body.results)
     recomputed = any(e.program.layer_calls[i].block == block.name for i in e.program.recompute)
-    parameters = [e.declare(n) for n in block.placeholders(Role.PARAMETER, Role.BUFFER)]
+    declared = [e.declare(n) for n in block.placeholders(Role.PARAMETER, Role.BUFFER)]
     lines = [
         f"class {class_name(block.name, e.program)}(nn.Module):",
-        f'    """{_count_text(calls)}{_layout(e, calls)}."""',
+        *_docstring(e, block, names),
         "",
         f"    def __init__(self{', recompute' if recomputed else ''}):",
         "        super().__init__()",
         *(["        self._recompute = recompute"] if recomputed else []),
-        *(f"        {line}" for line in parameters),
+        *(f"        {line}" for line in declared),
         "",
     ]
     if recomputed:
@@ -35,13 +38,60 @@ def layer_class(e: Emission, block: Block) -> str:
             f"            return checkpoint(self._layer, {arguments}, use_reentrant=False)",
             f"        return self._layer({arguments})",
             "",
-            f"    def _layer(self, {arguments}):{e.shapes(names)}",
         ]
+    name = "_layer" if recomputed else "forward"
+    return "\n".join([*lines, *_methods(e, block, names, name)])
+
+
+def _methods(e: Emission, block: Block, names: Mapping[fx.Node, str], name: str) -> list[str]:
+    """The body of a layer: one method with a paragraph a region, or where that is long a method a region."""
+    parts = regions(block, e.roles(block))
+    body = e.body(block, names, breaks={part.ops[-1] for part in parts[:-1]})
+    if len(parts) == 1 or len([line for line in body.lines if line]) <= _LONG:
+        return _method(name, names, e.shapes(names), body.returned())
+    calls: list[str] = []
+    methods: list[str] = []
+    known = dict(names)
+    for place, part in enumerate(parts):
+        given, results = _given(part, known), part.results(block)
+        inside = e.body(block, given, part.ops, results)
+        methods += ["", *_method(part.name, given, e.shapes(given), inside.returned())]
+        live = {node for later in parts[place + 1 :] for node in later.reads()} | set(block.results)
+        taken = {name for node, name in known.items() if node in live}
+        for node, base in zip(results, inside.result_names, strict=True):
+            known[node] = value_name(base, taken)
+            taken.add(known[node])
+        called = f"self.{part.name}({', '.join(given.values())})"
+        calls.append(f"{', '.join(known[node] for node in results)} = {called}")
+    returned = ", ".join(known[node] for node in block.results)
+    if calls[-1].startswith(f"{returned} = "):
+        calls[-1] = f"return {calls[-1].removeprefix(f'{returned} = ')}"
     else:
-        lines.append(f"    def forward(self, {arguments}):{e.shapes(names)}")
-    lines += [f"        {line}" for line in body.lines]
-    lines.append(f"        return {returned}")
-    return "\n".join(lines)
+        calls.append(f"return {returned}")
+    return [*_method(name, names, e.shapes(names), calls), *methods]
+
+
+def _given(part: Region, known: Mapping[fx.Node, str]) -> dict[fx.Node, str]:
+    """The arguments of a region's method: what comes along the stream first."""
+    reads = part.reads()
+    made = {node: name for node, name in known.items() if node in reads}
+    return dict(sorted(made.items(), key=lambda item: item[1] != "x"))
+
+
+def _method(name: str, names: Mapping[fx.Node, str], shapes: str, body: Sequence[str]) -> list[str]:
+    arguments = ", ".join(["self", *names.values()])
+    return [f"    def {name}({arguments}):{shapes}", *(f"        {line}".rstrip() for line in body)]
+
+
+def _docstring(e: Emission, block: Block, names: Mapping[fx.Node, str]) -> list[str]:
+    calls = [c for c in e.program.layer_calls if c.block == block.name]
+    first = f"{_count_text(calls)}{_layout(e, calls)}."
+    parameters = block.placeholders(Role.PARAMETER)
+    if e.plan.mesh.tp == 1 or not parameters:
+        return [f'    """{first}"""']
+    values = [(name, info(node)) for node, name in names.items() if info(node).requires_grad]
+    table = placement_table(parameters, values, e.plan.mesh.tp)
+    return [f'    """{first}', "", *(f"    {row}" for row in table), '    """']
 
 
 def _layout(e: Emission, calls: Sequence[Call]) -> str:

@@ -14,11 +14,12 @@ _GLOBALS = frozenset({
     "torch", "nn", "F", "checkpoint", "Settings", "Model", "count_targets",
     "SETTINGS", "LAYERS", "TIED", "RECOMPUTE", "PARTS", "UNUSED", "PARAMETER_GROUPS",
     "parameter", "buffer", "tie", "submodule", "local", "summed", "embedding", "cross_entropy", "dropout", "attention",
-    "range", "super", "staticmethod", "max", "min", "float", *COLLECTIVES,
+    "PATHS", "rotate", "range", "super", "staticmethod", "max", "min", "float", *COLLECTIVES,
 })  # fmt: skip
 _RESERVED = _GLOBALS | {"b", "s", "device", "self", "received", "layer", "i"}
 _OF_MODEL = (
-    "_count", "_first", "_last", "_start", "_stop", "_prologue", "_epilogue", "_tables", "between_stages",
+    "_count", "_first", "_last", "_start", "_stop", "_prologue", "_epilogue", "_tables", "_between",
+    "_range", "between_stages",
 )  # fmt: skip
 _OF_RECOMPUTED_LAYER = ("_recompute", "_layer")
 _INSTEAD = {"embedding": "embedded", "attention": "attn", "cross_entropy": "loss"}

@@ -7,6 +7,7 @@ from ..plan import Plan
 from .constants import constants
 from .emission import Emission, Predicted
 from .layer_class import layer_class
+from .layer_runs import is_between
 from .model_class import model_class
 from .names import argument_name, check_attributes
 
@@ -18,8 +19,9 @@ def model_source(program: Program, plan: Plan, predicted: Predicted, header: str
     """
     check_attributes(program)
     e = Emission(program, plan, predicted)
-    layers = [layer_class(e, program.blocks[name]) for name in dict.fromkeys(c.block for c in program.layer_calls)]
-    code = "\n\n\n".join([*layers, model_class(e), *_count_function(e)])
+    names = dict.fromkeys(c.block for c in program.layer_calls if not is_between(c.block))
+    layers = [layer_class(e, e.program.blocks[name]) for name in names]
+    code = "\n\n\n".join([*e.functions.values(), *layers, model_class(e), *_count_function(e)])
     settings = constants(e)
     parts = [_docstring(program, plan, header), _imports(e, settings + code), settings]
     return "\n\n".join(part.strip("\n") for part in parts) + f"\n\n\n{code}\n"
@@ -33,7 +35,7 @@ def _imports(e: Emission, code: str) -> str:
     lines = ["import torch"] if "torch." in code else []
     lines += ["import torch.nn.functional as F"] if "F." in code else []
     lines += ["from torch import nn"]
-    if e.program.recompute:
+    if "checkpoint(" in code:
         lines.append("from torch.utils.checkpoint import checkpoint")
     ours = [f"from runtime.{m} import {', '.join(sorted(names))}" for m, names in sorted(groups.items())]
     # Ruff sorts these two as one block or two, by where it is run.
@@ -58,8 +60,7 @@ def _count_function(e: Emission) -> list[str]:
         f"def count_targets({arguments}):",
         f'    """{doc}."""',
         *renamed,
-        *(f"    {line}" for line in body.lines),
-        f"    return {', '.join(body.results)}",
+        *(f"    {line}" for line in body.returned()),
     ]
     return ["\n".join(lines)]
 

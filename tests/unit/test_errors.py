@@ -278,4 +278,4 @@ def test_neither_of_two() -> None:
 
 def test_keywords_reach_the_program() -> None:
     source = plan(OneOfTwo()).source()
-    assert "def forward(self, *received, input_ids, labels):" in source
+    assert "def forward(self, *, input_ids, labels):" in source

@@ -95,7 +95,7 @@ def test_a_right_program_with_dropout_holds() -> None:
     assert "dropout set to 0 on both sides" in str(parity)
 
 
-COPY = '        h = copy_to(h, axis="tp")  # Replicate → Replicate, grad Partial; backward: all-reduce\n'
+COPY = '        h = copy_to(h, axis="tp")  # forward: nothing; backward: all-reduce\n'
 WRONG: dict[str, tuple[Callable[[str], str], set[str]]] = {
     "a copy_to less": (lambda text: text.replace(COPY, "", 1), {"gradients", "norm", "weights"}),
     "loss scaled": (

@@ -38,7 +38,24 @@ PARTS = {
 
 
 class Block(nn.Module):
-    """4 layers: transformer.h.0 … transformer.h.3 · tp=2 (megatron)."""
+    """4 layers: transformer.h.0 … transformer.h.3 · tp=2 (megatron).
+
+    ln_1.weight, ln_1.bias  [64]        Replicate
+    attn.c_attn._weight_0   [64, 64]    Shard(0) → [32, 64]   column-parallel
+    attn.c_attn._bias_0     [64]        Shard(0) → [32]
+    attn.c_attn._weight_1   [64, 64]    Shard(0) → [32, 64]   column-parallel
+    attn.c_attn._bias_1     [64]        Shard(0) → [32]
+    attn.c_attn._weight_2   [64, 64]    Shard(0) → [32, 64]   column-parallel
+    attn.c_attn._bias_2     [64]        Shard(0) → [32]
+    attn.c_proj.weight      [64, 64]    Shard(1) → [64, 32]   row-parallel
+    attn.c_proj.bias        [64]        Replicate
+    ln_2.weight, ln_2.bias  [64]        Replicate
+    mlp.c_fc.weight         [256, 64]   Shard(0) → [128, 64]  column-parallel
+    mlp.c_fc.bias           [256]       Shard(0) → [128]
+    mlp.c_proj.weight       [64, 256]   Shard(1) → [64, 128]  row-parallel
+    mlp.c_proj.bias         [64]        Replicate
+    x                       [b, s, 64]  Replicate
+    """
 
     def __init__(self):
         super().__init__()
@@ -59,35 +76,42 @@ class Block(nn.Module):
         parameter(self, "mlp.c_proj.weight", (64, 256), shard=1)
         parameter(self, "mlp.c_proj.bias", (64,))
 
-    def forward(self, x):  # x: R@tp [b, s, 64]
+    def forward(self, x):  # x: Replicate@tp [b, s, 64]
         b, s, _ = x.shape
-        h = F.layer_norm(x, (64,), weight=local(self.ln_1.weight), bias=local(self.ln_1.bias), eps=1e-05)
-        h = copy_to(h, axis="tp")  # Replicate → Replicate, grad Partial; backward: all-reduce
-        c_attn = F.linear(h, local(self.attn.c_attn._weight_0), local(self.attn.c_attn._bias_0))  # column-parallel
-        c_attn = c_attn.reshape(b, s, 2, 16).transpose(1, 2)
-        c_attn_2 = F.linear(h, local(self.attn.c_attn._weight_1), local(self.attn.c_attn._bias_1))  # column-parallel
-        c_attn_2 = c_attn_2.reshape(b, s, 2, 16).transpose(1, 2)
-        c_attn_3 = F.linear(h, local(self.attn.c_attn._weight_2), local(self.attn.c_attn._bias_2))  # column-parallel
-        c_attn_3 = c_attn_3.reshape(b, s, 2, 16).transpose(1, 2)
-        attn = F.scaled_dot_product_attention(c_attn, c_attn_2, c_attn_3, is_causal=True)
+        h = F.layer_norm(x, (64,), local(self.ln_1.weight), local(self.ln_1.bias), eps=1e-05)
+        h = copy_to(h, axis="tp")  # forward: nothing; backward: all-reduce
+        # column-parallel
+        q = F.linear(h, local(self.attn.c_attn._weight_0), local(self.attn.c_attn._bias_0))
+        q = q.reshape(b, s, 2, 16).transpose(1, 2)
+        # column-parallel
+        k = F.linear(h, local(self.attn.c_attn._weight_1), local(self.attn.c_attn._bias_1))
+        k = k.reshape(b, s, 2, 16).transpose(1, 2)
+        # column-parallel
+        v = F.linear(h, local(self.attn.c_attn._weight_2), local(self.attn.c_attn._bias_2))
+        v = v.reshape(b, s, 2, 16).transpose(1, 2)
+        attn = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         attn = attn.transpose(1, 2).reshape(b, s, 32)
-        c_proj = F.linear(attn, local(self.attn.c_proj.weight))  # row-parallel → Partial
-        c_proj = all_reduce(c_proj, axis="tp")  # Partial → Replicate; backward: nothing
-        c_proj = c_proj + local(self.attn.c_proj.bias)
-        x = x + c_proj
-        h = F.layer_norm(x, (64,), weight=local(self.ln_2.weight), bias=local(self.ln_2.bias), eps=1e-05)
-        h = copy_to(h, axis="tp")  # Replicate → Replicate, grad Partial; backward: all-reduce
-        c_fc = F.linear(h, local(self.mlp.c_fc.weight), local(self.mlp.c_fc.bias))  # column-parallel
-        c_fc = F.gelu(c_fc, approximate="tanh")
-        c_proj = F.linear(c_fc, local(self.mlp.c_proj.weight))  # row-parallel → Partial
-        c_proj = all_reduce(c_proj, axis="tp")  # Partial → Replicate; backward: nothing
-        c_proj = c_proj + local(self.mlp.c_proj.bias)
-        x = x + c_proj
-        return x
+        attn = F.linear(attn, local(self.attn.c_proj.weight))  # row-parallel → Partial
+        attn = all_reduce(attn, axis="tp")  # Partial → Replicate; backward: nothing
+        x = x + (attn + local(self.attn.c_proj.bias))
+
+        h = F.layer_norm(x, (64,), local(self.ln_2.weight), local(self.ln_2.bias), eps=1e-05)
+        h = copy_to(h, axis="tp")  # forward: nothing; backward: all-reduce
+        h = F.linear(h, local(self.mlp.c_fc.weight), local(self.mlp.c_fc.bias))  # column-parallel
+        h = F.gelu(h, approximate="tanh")
+        mlp = F.linear(h, local(self.mlp.c_proj.weight))  # row-parallel → Partial
+        mlp = all_reduce(mlp, axis="tp")  # Partial → Replicate; backward: nothing
+        return x + (mlp + local(self.mlp.c_proj.bias))
 
 
 class Model(nn.Module):
-    """GPT: the layers of one stage, what precedes them on the first, the loss on the last."""
+    """GPT: the layers of one stage, what precedes them on the first, the loss on the last.
+
+    transformer.wte.weight                          [97, 64]  Shard(0) → ≤ [49, 64]  a range of its rows
+    transformer.wpe.weight                          [64, 64]  Shard(0) → [32, 64]    a range of its rows
+    transformer.ln_f.weight, transformer.ln_f.bias  [64]      Replicate
+    lm_head.weight                                  [97, 64]  Shard(0) → ≤ [49, 64]  column-parallel
+    """
 
     def __init__(self, stage=0):
         super().__init__()
@@ -119,21 +143,20 @@ class Model(nn.Module):
         s = input_ids.shape[1]
         positions = torch.arange(s, device=input_ids.device)
         wte = embedding(input_ids, local(self.transformer.wte.weight), size=97, axis="tp")
-        wpe = embedding(positions, local(self.transformer.wpe.weight), size=64, axis="tp")
-        wte = wte + wpe
-        wte = all_reduce(wte, axis="tp")  # Partial → Replicate; backward: nothing
-        return wte
+        x = wte + embedding(positions, local(self.transformer.wpe.weight), size=64, axis="tp")
+        x = all_reduce(x, axis="tp")  # Partial → Replicate; backward: nothing
+        return x
 
-    def _epilogue(self, x, labels):  # x: R@tp [b, s, 64]
+    def _epilogue(self, x, labels):  # x: Replicate@tp [b, s, 64]
         """What runs after the last layer: this micro-batch's share of the mean loss."""
         b, s, _ = x.shape
-        h = F.layer_norm(x, (64,), weight=local(self.transformer.ln_f.weight), bias=local(self.transformer.ln_f.bias), eps=1e-05)
-        h = copy_to(h, axis="tp")  # Replicate → Replicate, grad Partial; backward: all-reduce
+        x = F.layer_norm(x, (64,), local(self.transformer.ln_f.weight), local(self.transformer.ln_f.bias), eps=1e-05)
+        x = copy_to(x, axis="tp")  # forward: nothing; backward: all-reduce
         labels = labels.reshape(b * s)
-        logits = F.linear(h, local(self.lm_head.weight)).reshape(b * s, -1).to(torch.float32)  # column-parallel
+        # column-parallel
+        logits = F.linear(x, local(self.lm_head.weight)).reshape(b * s, -1).to(torch.float32)
         loss = cross_entropy(logits, labels, size=97, axis="tp")
-        loss = loss / self._count
-        return loss
+        return loss / self._count
 
     @staticmethod
     def between_stages(stage, b, s):
@@ -144,7 +167,4 @@ class Model(nn.Module):
 def count_targets(labels):
     """The number of terms in the loss of these samples."""
     b, s = labels.shape
-    labels = labels.reshape(b * s)
-    labels = labels != -100
-    labels = labels.sum()
-    return labels
+    return (labels.reshape(b * s) != -100).sum()

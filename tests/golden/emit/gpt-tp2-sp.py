@@ -38,7 +38,24 @@ PARTS = {
 
 
 class Block(nn.Module):
-    """4 layers: transformer.h.0 … transformer.h.3 · tp=2 (megatron-sp)."""
+    """4 layers: transformer.h.0 … transformer.h.3 · tp=2 (megatron-sp).
+
+    ln_1.weight, ln_1.bias  [64]        Replicate                gradient summed over tp
+    attn.c_attn._weight_0   [64, 64]    Shard(0) → [32, 64]      column-parallel
+    attn.c_attn._bias_0     [64]        Shard(0) → [32]
+    attn.c_attn._weight_1   [64, 64]    Shard(0) → [32, 64]      column-parallel
+    attn.c_attn._bias_1     [64]        Shard(0) → [32]
+    attn.c_attn._weight_2   [64, 64]    Shard(0) → [32, 64]      column-parallel
+    attn.c_attn._bias_2     [64]        Shard(0) → [32]
+    attn.c_proj.weight      [64, 64]    Shard(1) → [64, 32]      row-parallel
+    attn.c_proj.bias        [64]        Replicate                gradient summed over tp
+    ln_2.weight, ln_2.bias  [64]        Replicate                gradient summed over tp
+    mlp.c_fc.weight         [256, 64]   Shard(0) → [128, 64]     column-parallel
+    mlp.c_fc.bias           [256]       Shard(0) → [128]
+    mlp.c_proj.weight       [64, 256]   Shard(1) → [64, 128]     row-parallel
+    mlp.c_proj.bias         [64]        Replicate                gradient summed over tp
+    x                       [b, s, 64]  Shard(1) → [b, s/2, 64]
+    """
 
     def __init__(self):
         super().__init__()
@@ -59,85 +76,81 @@ class Block(nn.Module):
         parameter(self, "mlp.c_proj.weight", (64, 256), shard=1)
         parameter(self, "mlp.c_proj.bias", (64,))
 
-    def forward(self, x):  # x: S(1)@tp [b, s/2, 64]
-        b = x.shape[0]
-        s = x.shape[1] * 2  # each rank has 1/2 of it
-        h = F.layer_norm(x, (64,), weight=summed(self.ln_1.weight), bias=summed(self.ln_1.bias), eps=1e-05)
-        h = all_gather(h, dim=1, axis="tp")  # Shard(1) → Replicate, grad Partial; backward: reduce-scatter
-        c_attn = F.linear(h, local(self.attn.c_attn._weight_0), local(self.attn.c_attn._bias_0))  # column-parallel
-        c_attn = c_attn.reshape(b, s, 2, 16).transpose(1, 2)
-        c_attn_2 = F.linear(h, local(self.attn.c_attn._weight_1), local(self.attn.c_attn._bias_1))  # column-parallel
-        c_attn_2 = c_attn_2.reshape(b, s, 2, 16).transpose(1, 2)
-        c_attn_3 = F.linear(h, local(self.attn.c_attn._weight_2), local(self.attn.c_attn._bias_2))  # column-parallel
-        c_attn_3 = c_attn_3.reshape(b, s, 2, 16).transpose(1, 2)
-        attn = F.scaled_dot_product_attention(c_attn, c_attn_2, c_attn_3, is_causal=True)
+    def forward(self, x):  # x: Shard(1)@tp [b, s/2, 64]
+        b, s = x.shape[0], x.shape[1] * 2  # x has 1/2 of s
+        h = F.layer_norm(x, (64,), summed(self.ln_1.weight), summed(self.ln_1.bias), eps=1e-05)
+        h = all_gather(h, dim=1, axis="tp")  # Shard(1) → Replicate; backward: reduce-scatter
+        # column-parallel
+        q = F.linear(h, local(self.attn.c_attn._weight_0), local(self.attn.c_attn._bias_0))
+        q = q.reshape(b, s, 2, 16).transpose(1, 2)
+        # column-parallel
+        k = F.linear(h, local(self.attn.c_attn._weight_1), local(self.attn.c_attn._bias_1))
+        k = k.reshape(b, s, 2, 16).transpose(1, 2)
+        # column-parallel
+        v = F.linear(h, local(self.attn.c_attn._weight_2), local(self.attn.c_attn._bias_2))
+        v = v.reshape(b, s, 2, 16).transpose(1, 2)
+        attn = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         attn = attn.transpose(1, 2).reshape(b, s, 32)
-        c_proj = F.linear(attn, local(self.attn.c_proj.weight))  # row-parallel → Partial
-        c_proj = reduce_scatter(c_proj, dim=1, axis="tp")  # Partial → Shard(1); backward: all-gather
-        c_proj = c_proj + summed(self.attn.c_proj.bias)
-        x = x + c_proj
-        h = F.layer_norm(x, (64,), weight=summed(self.ln_2.weight), bias=summed(self.ln_2.bias), eps=1e-05)
-        h = all_gather(h, dim=1, axis="tp")  # Shard(1) → Replicate, grad Partial; backward: reduce-scatter
-        c_fc = F.linear(h, local(self.mlp.c_fc.weight), local(self.mlp.c_fc.bias))  # column-parallel
-        c_fc = F.gelu(c_fc, approximate="tanh")
-        c_proj = F.linear(c_fc, local(self.mlp.c_proj.weight))  # row-parallel → Partial
-        c_proj = reduce_scatter(c_proj, dim=1, axis="tp")  # Partial → Shard(1); backward: all-gather
-        c_proj = c_proj + summed(self.mlp.c_proj.bias)
-        x = x + c_proj
-        return x
+        attn = F.linear(attn, local(self.attn.c_proj.weight))  # row-parallel → Partial
+        attn = reduce_scatter(attn, dim=1, axis="tp")  # Partial → Shard(1); backward: all-gather
+        x = x + (attn + summed(self.attn.c_proj.bias))
+
+        h = F.layer_norm(x, (64,), summed(self.ln_2.weight), summed(self.ln_2.bias), eps=1e-05)
+        h = all_gather(h, dim=1, axis="tp")  # Shard(1) → Replicate; backward: reduce-scatter
+        h = F.linear(h, local(self.mlp.c_fc.weight), local(self.mlp.c_fc.bias))  # column-parallel
+        h = F.gelu(h, approximate="tanh")
+        mlp = F.linear(h, local(self.mlp.c_proj.weight))  # row-parallel → Partial
+        mlp = reduce_scatter(mlp, dim=1, axis="tp")  # Partial → Shard(1); backward: all-gather
+        return x + (mlp + summed(self.mlp.c_proj.bias))
 
 
 class Model(nn.Module):
-    """GPT: the layers of one stage, what precedes them on the first, the loss on the last."""
+    """GPT, whole: what precedes the layers, the layers, the loss.
+
+    transformer.wte.weight                          [97, 64]  Shard(0) → ≤ [49, 64]  a range of its rows
+    transformer.wpe.weight                          [64, 64]  Shard(0) → [32, 64]    a range of its rows
+    transformer.ln_f.weight, transformer.ln_f.bias  [64]      Replicate              gradient summed over tp
+    lm_head.weight                                  [97, 64]  Shard(0) → ≤ [49, 64]  column-parallel
+    """
 
     def __init__(self, stage=0):
         super().__init__()
-        self._first, self._last = stage == 0, stage == SETTINGS.pp - 1
-        self._start, self._stop = SETTINGS.stages[stage]
-        if self._first:
-            parameter(self, "transformer.wte.weight", (97, 64), shard=0)
-            parameter(self, "transformer.wpe.weight", (64, 64), shard=0)
-        for i in range(self._start, self._stop):
+        parameter(self, "transformer.wte.weight", (97, 64), shard=0)
+        parameter(self, "transformer.wpe.weight", (64, 64), shard=0)
+        for i in range(4):
             submodule(self, f"transformer.h.{i}", Block())
-        if self._last:
-            parameter(self, "transformer.ln_f.weight", (64,))
-            parameter(self, "transformer.ln_f.bias", (64,))
-            tie(self, "lm_head.weight", "transformer.wte.weight", (97, 64), shard=0)
+        parameter(self, "transformer.ln_f.weight", (64,))
+        parameter(self, "transformer.ln_f.bias", (64,))
+        tie(self, "lm_head.weight", "transformer.wte.weight", (97, 64), shard=0)
 
-    def forward(self, *received, input_ids, labels):
+    def forward(self, *, input_ids, labels):
         x = self._prologue(input_ids)
         for layer in self.transformer.h.children():
             x = layer(x)
-        if self._last:
-            return self._epilogue(x, labels)
+        return self._epilogue(x, labels)
 
     def _prologue(self, input_ids):
         """What runs before the first layer."""
         s = input_ids.shape[1]
         positions = torch.arange(s, device=input_ids.device)
         wte = embedding(input_ids, local(self.transformer.wte.weight), size=97, axis="tp")
-        wpe = embedding(positions, local(self.transformer.wpe.weight), size=64, axis="tp")
-        wte = wte + wpe
-        wte = reduce_scatter(wte, dim=1, axis="tp")  # Partial → Shard(1); backward: all-gather
-        return wte
+        x = wte + embedding(positions, local(self.transformer.wpe.weight), size=64, axis="tp")
+        x = reduce_scatter(x, dim=1, axis="tp")  # Partial → Shard(1); backward: all-gather
+        return x
 
-    def _epilogue(self, x, labels):  # x: S(1)@tp [b, s/2, 64]
+    def _epilogue(self, x, labels):  # x: Shard(1)@tp [b, s/2, 64]
         """What runs after the last layer: this micro-batch's share of the mean loss."""
-        b = x.shape[0]
-        s = x.shape[1] * 2  # each rank has 1/2 of it
-        h = F.layer_norm(x, (64,), weight=summed(self.transformer.ln_f.weight), bias=summed(self.transformer.ln_f.bias), eps=1e-05)
-        h = all_gather(h, dim=1, axis="tp")  # Shard(1) → Replicate, grad Partial; backward: reduce-scatter
+        b, s = x.shape[0], x.shape[1] * 2  # x has 1/2 of s
+        x = F.layer_norm(x, (64,), summed(self.transformer.ln_f.weight), summed(self.transformer.ln_f.bias), eps=1e-05)
+        x = all_gather(x, dim=1, axis="tp")  # Shard(1) → Replicate; backward: reduce-scatter
         labels = labels.reshape(b * s)
-        logits = F.linear(h, local(self.lm_head.weight)).reshape(b * s, -1).to(torch.float32)  # column-parallel
+        # column-parallel
+        logits = F.linear(x, local(self.lm_head.weight)).reshape(b * s, -1).to(torch.float32)
         loss = cross_entropy(logits, labels, size=97, axis="tp")
-        loss = loss / self._count
-        return loss
+        return loss / self._count
 
 
 def count_targets(labels):
     """The number of terms in the loss of these samples."""
     b, s = labels.shape
-    labels = labels.reshape(b * s)
-    labels = labels != -100
-    labels = labels.sum()
-    return labels
+    return (labels.reshape(b * s) != -100).sum()

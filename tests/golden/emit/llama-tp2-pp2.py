@@ -22,8 +22,26 @@ LAYERS = ("model.layers",)  # where the layers are; each is a unit of data paral
 TIED = ()  # (alias, original)
 
 
+def rotate(x, cos, sin):
+    """Rotary position embedding: each pair of the last dim is a point, turned by its angle."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    half = x.shape[-1] // 2
+    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+    return x * cos + turned * sin
+
+
 class LlamaDecoderLayer(nn.Module):
-    """4 layers: model.layers.0 … model.layers.3 · tp=2 (megatron)."""
+    """4 layers: model.layers.0 … model.layers.3 · tp=2 (megatron).
+
+    input_layernorm.weight                            [64]        Replicate
+    self_attn.q_proj.weight                           [64, 64]    Shard(0) → [32, 64]  column-parallel
+    self_attn.k_proj.weight, self_attn.v_proj.weight  [32, 64]    Shard(0) → [16, 64]  column-parallel
+    self_attn.o_proj.weight                           [64, 64]    Shard(1) → [64, 32]  row-parallel
+    post_attention_layernorm.weight                   [64]        Replicate
+    mlp.gate_proj.weight, mlp.up_proj.weight          [160, 64]   Shard(0) → [80, 64]  column-parallel
+    mlp.down_proj.weight                              [64, 160]   Shard(1) → [64, 80]  row-parallel
+    x                                                 [b, s, 64]  Replicate
+    """
 
     def __init__(self):
         super().__init__()
@@ -37,40 +55,39 @@ class LlamaDecoderLayer(nn.Module):
         parameter(self, "mlp.up_proj.weight", (160, 64), shard=0)
         parameter(self, "mlp.down_proj.weight", (64, 160), shard=1)
 
-    def forward(self, x, cos, sin):  # x: R@tp [b, s, 64]
+    def forward(self, x, cos, sin):  # x: Replicate@tp [b, s, 64]
         b, s, _ = x.shape
-        h = F.rms_norm(x, (64,), eps=1e-06)
-        h = local(self.input_layernorm.weight) * h
-        h = copy_to(h, axis="tp")  # Replicate → Replicate, grad Partial; backward: all-reduce
-        q = F.linear(h, local(self.self_attn.q_proj.weight)).reshape(b, s, 2, 16).transpose(1, 2)  # column-parallel
-        k = F.linear(h, local(self.self_attn.k_proj.weight)).reshape(b, s, 1, 16).transpose(1, 2)  # column-parallel
-        v = F.linear(h, local(self.self_attn.v_proj.weight)).reshape(b, s, 1, 16).transpose(1, 2)  # column-parallel
-        cos = cos.unsqueeze(1)
-        sin = sin.unsqueeze(1)
-        q_cat = torch.cat((-q[..., 8:], q[..., :8]), dim=-1)
-        q = q * cos + q_cat * sin
-        k_cat = torch.cat((-k[..., 8:], k[..., :8]), dim=-1)
-        k = k * cos + k_cat * sin
+        h = local(self.input_layernorm.weight) * F.rms_norm(x, (64,), eps=1e-06)
+        h = copy_to(h, axis="tp")  # forward: nothing; backward: all-reduce
+        # q, k, v: column-parallel
+        q = F.linear(h, local(self.self_attn.q_proj.weight)).reshape(b, s, 2, 16).transpose(1, 2)
+        k = F.linear(h, local(self.self_attn.k_proj.weight)).reshape(b, s, 1, 16).transpose(1, 2)
+        v = F.linear(h, local(self.self_attn.v_proj.weight)).reshape(b, s, 1, 16).transpose(1, 2)
+        q = rotate(q, cos, sin)
+        k = rotate(k, cos, sin)
         attn = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.25, enable_gqa=True)
         attn = attn.transpose(1, 2).reshape(b, s, 32)
-        o = F.linear(attn, local(self.self_attn.o_proj.weight))  # row-parallel → Partial
-        o = all_reduce(o, axis="tp")  # Partial → Replicate; backward: nothing
-        x = x + o
-        h = F.rms_norm(x, (64,), eps=1e-06)
-        h = local(self.post_attention_layernorm.weight) * h
-        h = copy_to(h, axis="tp")  # Replicate → Replicate, grad Partial; backward: all-reduce
+        attn = F.linear(attn, local(self.self_attn.o_proj.weight))  # row-parallel → Partial
+        attn = all_reduce(attn, axis="tp")  # Partial → Replicate; backward: nothing
+        x = x + attn
+
+        h = local(self.post_attention_layernorm.weight) * F.rms_norm(x, (64,), eps=1e-06)
+        h = copy_to(h, axis="tp")  # forward: nothing; backward: all-reduce
         gate = F.linear(h, local(self.mlp.gate_proj.weight))  # column-parallel
-        gate = F.silu(gate)
         up = F.linear(h, local(self.mlp.up_proj.weight))  # column-parallel
-        gate = gate * up
-        down = F.linear(gate, local(self.mlp.down_proj.weight))  # row-parallel → Partial
-        down = all_reduce(down, axis="tp")  # Partial → Replicate; backward: nothing
-        x = x + down
-        return x
+        h = F.silu(gate) * up
+        mlp = F.linear(h, local(self.mlp.down_proj.weight))  # row-parallel → Partial
+        mlp = all_reduce(mlp, axis="tp")  # Partial → Replicate; backward: nothing
+        return x + mlp
 
 
 class Model(nn.Module):
-    """LlamaForCausalLM: the layers of one stage, what precedes them on the first, the loss on the last."""
+    """LlamaForCausalLM: the layers of one stage, what precedes them on the first, the loss on the last.
+
+    model.embed_tokens.weight  [97, 64]  Shard(0) → ≤ [49, 64]  a range of its rows
+    model.norm.weight          [64]      Shard(0) → [32]
+    lm_head.weight             [97, 64]  Shard(1) → [97, 32]    row-parallel
+    """
 
     def __init__(self, stage=0):
         super().__init__()
@@ -100,31 +117,29 @@ class Model(nn.Module):
     def _tables(self, b, s, device):
         """What layers read that depends on no parameter: every stage makes its own."""
         positions = torch.arange(s, device=device).unsqueeze(0).unsqueeze(2).to(torch.float32)
-        positions = positions * self.model.rotary_emb.inv_freq
-        positions = torch.cat((positions, positions), dim=-1)
-        cos = positions.cos().to(torch.bfloat16)
-        sin = positions.sin().to(torch.bfloat16)
+        angles = positions * self.model.rotary_emb.inv_freq
+        angles = torch.cat((angles, angles), dim=-1)
+        cos = angles.cos().to(torch.bfloat16)
+        sin = angles.sin().to(torch.bfloat16)
         return cos, sin
 
     def _prologue(self, input_ids):
         """What runs before the first layer."""
-        embed_tokens = embedding(input_ids, local(self.model.embed_tokens.weight), size=97, axis="tp")
-        embed_tokens = all_reduce(embed_tokens, axis="tp")  # Partial → Replicate; backward: nothing
-        return embed_tokens
+        x = embedding(input_ids, local(self.model.embed_tokens.weight), size=97, axis="tp")
+        x = all_reduce(x, axis="tp")  # Partial → Replicate; backward: nothing
+        return x
 
-    def _epilogue(self, x, labels):  # x: R@tp [b, s, 64]
+    def _epilogue(self, x, labels):  # x: Replicate@tp [b, s, 64]
         """What runs after the last layer: this micro-batch's share of the mean loss."""
         b, s, _ = x.shape
-        h = F.rms_norm(x, (64,), eps=1e-06)
-        h = split(h, dim=2, axis="tp")  # Replicate → Shard(2); backward: all-gather
-        h = local(self.model.norm.weight) * h
-        logits = F.linear(h, local(self.lm_head.weight))  # row-parallel → Partial
+        x = F.rms_norm(x, (64,), eps=1e-06)
+        x = split(x, dim=2, axis="tp")  # Replicate → Shard(2); backward: all-gather
+        x = local(self.model.norm.weight) * x
+        logits = F.linear(x, local(self.lm_head.weight))  # row-parallel → Partial
         logits = all_reduce(logits, axis="tp")  # Partial → Replicate; backward: nothing
         logits = logits.to(torch.float32).reshape(b * s, 97)
         labels = F.pad(labels, (0, 1), value=-100)[..., 1:].reshape(b * s)
-        loss = F.cross_entropy(logits, labels, reduction="sum")
-        loss = loss / self._count
-        return loss
+        return F.cross_entropy(logits, labels, reduction="sum") / self._count
 
     @staticmethod
     def between_stages(stage, b, s):
@@ -135,7 +150,4 @@ class Model(nn.Module):
 def count_targets(labels):
     """The number of terms in the loss of these samples."""
     b, s = labels.shape
-    labels = F.pad(labels, (0, 1), value=-100)[..., 1:].reshape(b * s)
-    labels = labels != -100
-    labels = labels.sum()
-    return labels
+    return (F.pad(labels, (0, 1), value=-100)[..., 1:].reshape(b * s) != -100).sum()

@@ -19,7 +19,7 @@ from autopar.emit.load import load_source
 from autopar.ir.graph import Role, info
 from autopar.ir.ops import is_collective
 from tests import models
-from tests.unit.emit.programs import Emitted, calls, emitted, methods
+from tests.unit.emit.programs import Emitted, calls, emitted
 
 PLANS = {"tp2-sp": {"tp": 2, "layout": "megatron-sp"}, "tp2-pp2": {"tp": 2, "pp": 2}}
 CASES = [(model, plan) for model in ("gpt", "llama") for plan in PLANS]
@@ -72,16 +72,17 @@ def visible(node: fx.Node, count: Counter[object]) -> bool:
     return False
 
 
-def things(tree: ast.ClassDef) -> Counter[object]:
-    """Calls by their last name, operators by their class, and biases given to F.linear."""
+def things(program: Emitted, tree: ast.ClassDef) -> Counter[object]:
+    """Calls by their last name, operators by their class, and biases given to F.linear; of called functions too."""
     found: Counter[object] = Counter()
-    for method in methods(tree, ("forward", "_layer", "_prologue", "_epilogue", "_tables")):
-        if method.name == "forward" and methods(tree, ("_layer",)):
-            continue
-        found.update(name.rpartition(".")[2] for name in calls(method))
-        found.update(type(n.op) for n in ast.walk(method) if isinstance(n, ast.BinOp | ast.UnaryOp))
-        found[ast.Subscript] = sum(isinstance(n, ast.Subscript) for n in ast.walk(method))
-        found["bias"] = sum(
+    functions = {node.name: node for node in program.tree.body if isinstance(node, ast.FunctionDef)}
+    for method in [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name != "__init__"]:
+        called = [functions[name] for name in calls(method) if name in functions]
+        for code in (method, *called):
+            found.update(name.rpartition(".")[2] for name in calls(code))
+            found.update(type(n.op) for n in ast.walk(code) if isinstance(n, ast.BinOp | ast.UnaryOp))
+            found[ast.Subscript] += sum(isinstance(n, ast.Subscript) for n in ast.walk(code))
+        found["bias"] += sum(
             isinstance(n, ast.Call) and ast.unparse(n.func) == "F.linear" and len(n.args) == 3 for n in ast.walk(method)
         )
     return found
@@ -94,7 +95,7 @@ def test_each_op_of_a_layer_is_in_its_source(model: str, plan: str, recompute: t
     for name in {call.block for call in program.program.layer_calls}:
         ops = program.program.blocks[name].ops
         assert len(ops) > 15
-        count = things(program.class_of(name))
+        count = things(program, program.class_of(name))
         hidden = [node.format_node() for node in ops if not visible(node, count)]
         assert not hidden, program.source
 
@@ -200,7 +201,7 @@ def test_awkward_names() -> None:
 
 def test_values_are_named_from_module_paths() -> None:
     source = of("llama", "tp2-sp").source
-    for name in ("q", "k", "v", "attn", "gate", "up", "down"):
+    for name in ("q", "k", "v", "attn", "gate", "up", "mlp"):
         assert re.search(rf"^ +{name} = ", source, re.MULTILINE), name
 
 

@@ -1,0 +1,48 @@
+"""Comments on lines: where the placement of a value changes, and what backward does there."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from ..ir.graph import info, op_name
+from ..ir.ops import is_collective
+from ..placement import Kind, Placement
+
+aten = torch.ops.aten
+
+_NOTE = {Kind.REPLICATE: "Replicate", Kind.GRAD_PARTIAL: "Replicate", Kind.PARTIAL: "Partial"}
+_BACKWARD = {
+    "copy_to": "all-reduce", "split": "all-gather", "gather": "slice", "all_gather": "reduce-scatter",
+    "all_reduce": "nothing", "reduce_scatter": "all-gather", "all_to_all": "all-to-all", "take_shard": "zero-pad",
+    "grad_from_first": "keep on one rank", "value_from_first": "nothing", "all_reduce_both": "all-reduce",
+    "both_from_first": "keep on one rank", "pad_shard": "slice",
+}  # fmt: skip
+
+
+def comment_of(node: fx.Node, head: fx.Node, tp: int) -> str:
+    """The comment of a line, whose inner op is `head`: a change of placement, or nothing."""
+    facts = info(node)
+    if tp == 1 or facts.strategy is None:
+        return ""
+    if is_collective(node.target):
+        source, target = facts.strategy.inputs[0], facts.strategy.output
+        name = op_name(node)
+        changes = "forward: nothing" if name in ("copy_to", "grad_from_first") else f"{_before(source, target)}"
+        return f"{changes}; backward: {_BACKWARD[name]}" if facts.requires_grad else changes
+    strategy = info(head).strategy
+    if head.target is not aten.linear.default or strategy is None:
+        return ""
+    weight = strategy.inputs[1]
+    if weight.is_shard:
+        return "column-parallel" if weight.dim == 0 else "row-parallel → Partial"
+    return ""
+
+
+def _before(source: Placement, target: Placement) -> str:
+    return f"{placement_text(source)} → {placement_text(target)}"
+
+
+def placement_text(placement: Placement) -> str:
+    """ "Shard(1)", "Replicate", "Partial"."""
+    return f"Shard({placement.dim})" if placement.is_shard else _NOTE[placement.kind]

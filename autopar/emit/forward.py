@@ -1,0 +1,130 @@
+"""Model.forward: the first values or what was received, the layers, the loss or what is sent."""
+
+from __future__ import annotations
+
+from ..ir.graph import EPILOGUE, PROLOGUE, TABLES, B, Call, Role, S, info
+from .emission import Emission
+from .layer_runs import Run, is_between, layers_text, parent, path_text, runs
+from .names import loop_name
+
+
+def forward(e: Emission) -> list[str]:
+    """The method, for all stages."""
+    blocks = e.program.blocks
+    inputs = ", ".join(e.program.inputs)
+    received = "" if _alone(e) else loop_name("received", e.program)
+    lines = [f"    def forward(self, *{received}, {inputs}):"]
+    body = [*(_make_tables(e) if TABLES in blocks else []), *_first_values(e), *_layers(e)]
+    if EPILOGUE in blocks:
+        last = f"return self._epilogue({arguments(e, e.program.call_of(EPILOGUE))})"
+        body += [last] if _alone(e) else ["if self._last:", f"    {last}"]
+    body += _return_sent(e)
+    return [*lines, *(f"        {line}" for line in body)]
+
+
+def _alone(e: Emission) -> bool:
+    """Whether there is one stage, which is first and last."""
+    return len(e.program.stages) == 1
+
+
+def arguments(e: Emission, call: Call) -> str:
+    """The values and inputs that a call reads, as source."""
+    values = [e.names[v] for v in call.inputs]
+    inputs = [info(n).ref for n in e.program.blocks[call.block].placeholders(Role.INPUT)]
+    return ", ".join([*values, *inputs])
+
+
+def _given(e: Emission, call: Call) -> str:
+    return ", ".join(e.names[v] for v in call.outputs)
+
+
+def _make_tables(e: Emission) -> list[str]:
+    """The call of `_tables`, which takes the sizes of the batch where it reads no input."""
+    given = _given(e, e.program.call_of(TABLES))
+    if inputs := e.program.blocks[TABLES].placeholders(Role.INPUT):
+        return [f"{given} = self._tables({', '.join(info(n).ref for n in inputs)})"]
+    name, tensor = max(e.program.inputs.items(), key=lambda item: len({B, S} & set(item[1].shape)))
+    sizes = [f"{name}.shape[{tensor.shape.index(symbol)}]" if symbol in tensor.shape else "None" for symbol in (B, S)]
+    return [f"{given} = self._tables({', '.join(sizes)}, {name}.device)"]
+
+
+def _first_values(e: Emission) -> list[str]:
+    made: list[str] = []
+    if PROLOGUE in e.program.blocks:
+        call = e.program.call_of(PROLOGUE)
+        made = [f"{_given(e, call)} = self._prologue({arguments(e, call)})"]
+    if _alone(e):
+        return made
+    guarded = ["if self._first:", f"    {made[0]}"] if made else []
+    return [*guarded, *_receive(e, bool(made))]
+
+
+def _receive(e: Emission, otherwise: bool) -> list[str]:
+    """What stages but the first unpack; where they differ, by the layer they start at."""
+    local = loop_name("received", e.program)
+    values = {stage.start: ", ".join(e.names[v] for v in stage.receives) for stage in e.program.stages[1:]}
+    kinds = list(dict.fromkeys(values.values()))
+    if len(kinds) == 1:
+        return ["else:" if otherwise else "if not self._first:", f"    ({kinds[0]},) = {local}"]
+    lines = []
+    for start, given in values.items():
+        lines += [f"if self._start == {start}:", f"    ({given},) = {local}"]
+    return lines
+
+
+def _return_sent(e: Emission) -> list[str]:
+    """What stages but the last return; where they differ, by the layer they end at."""
+    sent = {stage.stop: ", ".join(e.names[v] for v in stage.sends) for stage in e.program.stages[:-1]}
+    if len(set(sent.values())) <= 1:
+        return [f"return {values}" for values in dict.fromkeys(sent.values())]
+    lines = []
+    for stop, values in sent.items():
+        lines += [f"if self._stop == {stop}:", f"    return {values}"]
+    return lines
+
+
+# --------------------------------------------------------------------------------
+# The layers
+
+
+def _layers(e: Emission) -> list[str]:
+    """One loop for each run of layers whose lines are the same; a line for a layer unlike its neighbours."""
+    lines: list[str] = []
+    for run in runs(e.program, lambda call: (_given(e, call), arguments(e, call))):
+        lines += _single(e, run) if len(run) == 1 else _loop(e, run)
+    return lines
+
+
+def _single(e: Emission, run: Run) -> list[str]:
+    call = e.program.layer_calls[run.start]
+    layer = f'self.get_submodule("{call.path}")'
+    if is_between(call.block):
+        layer = f"self._{call.block}"
+    line = f"{_given(e, call)} = {layer}({arguments(e, call)})"
+    if is_between(call.block) and run.start in e.program.recompute:
+        line = f"{_given(e, call)} = checkpoint({layer}, {arguments(e, call)}, use_reentrant=False)"
+    return [line] if _alone(e) else [f"if self._start <= {run.start} < self._stop:", f"    {line}"]
+
+
+def _loop(e: Emission, run: Run) -> list[str]:
+    calls = e.program.layer_calls[run.start : run.stop]
+    layer, index = loop_name("layer", e.program), loop_name("i", e.program)
+    own = parent(calls[0])
+    whole = [c for c in e.program.layer_calls if parent(c) == own and not is_between(c.block)]
+    once = len({c.path for c in whole}) == len(whole) == len(calls)
+    if once and own and "PATHS" not in path_text(e.program, run, index) and (_alone(e) or _only_list(e, run)):
+        loop = f"for {layer} in self.{_attribute(own)}.children():"
+    else:
+        span = layers_text(e.program, run)
+        loop, layer = f"for {index} in {span}:", f"self.get_submodule({path_text(e.program, run, index)})"
+    return [loop, f"    {_given(e, calls[0])} = {layer}({arguments(e, calls[0])})"]
+
+
+def _only_list(e: Emission, run: Run) -> bool:
+    """Whether every stage has layers of this list: it has no others."""
+    return len(run) == len(e.program.layer_calls)
+
+
+def _attribute(path: str) -> str:
+    """ "stages.0.layers" as what follows self: get_submodule where a name is a number."""
+    return f'get_submodule("{path}")' if any(part.isdigit() for part in path.split(".")) else path

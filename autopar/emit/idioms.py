@@ -1,0 +1,155 @@
+"""Groups of ops that a person would write as one call, made one node of the graph before it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..ir.graph import Block, Program, arguments, info, node_inputs, set_info
+from ..placement import Strategy
+
+aten = torch.ops.aten
+
+_ROTATIONS = {
+    "halves": """    half = x.shape[-1] // 2
+    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)""",
+    "pairs": "    turned = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)",
+}
+
+
+def rotate(x: Any, cos: Any, sin: Any, function: str) -> Any:
+    """Rotary position embedding, by the module-level function of that name."""
+    raise AssertionError("a graph node, not to be called")
+
+
+@dataclass
+class Idioms:
+    """`program` with its idioms as single nodes; `functions`: name → source of what they call."""
+
+    program: Program
+    functions: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.program = self.program.copy_blocks()
+        for block in self.program.blocks.values():
+            for node in block.ops:
+                if node.target is aten.add.Tensor and (found := _rotation(node)):
+                    self._replace(block, node, found)
+
+    def _replace(self, block: Block, node: fx.Node, found: _Rotation) -> None:
+        with block.graph.inserting_before(node):
+            call = block.graph.call_function(rotate, (found.x, found.cos, found.sin), {"function": self._name(found)})
+        placements = tuple(info(operand).placement for operand in (found.x, found.cos, found.sin))
+        set_info(call, replace(info(node), strategy=Strategy(placements, info(node).placement)))
+        node.replace_all_uses_with(call)
+        _erase(block.graph, node)
+
+    def _name(self, found: _Rotation) -> str:
+        """The name of the function that does this rotation, written where it is new."""
+        for number in range(1, 10):
+            name = "rotate" if number == 1 else f"rotate_{number}"
+            source = found.source(name)
+            if self.functions.setdefault(name, source) == source:
+                return name
+        raise AssertionError("there are few ways to write a rotation")
+
+
+@dataclass(frozen=True)
+class _Rotation:
+    """x · cos + turned(x) · sin. `dim`: where cos and sin get a dim of 1 first, or None."""
+
+    x: fx.Node
+    cos: fx.Node
+    sin: fx.Node
+    kind: str
+    dim: int | None
+
+    def source(self, name: str) -> str:
+        wider = "" if self.dim is None else f"    cos, sin = cos.unsqueeze({self.dim}), sin.unsqueeze({self.dim})\n"
+        return (
+            f"def {name}(x, cos, sin):\n"
+            f'    """Rotary position embedding: each pair of the last dim is a point, turned by its angle."""\n'
+            f"{wider}{_ROTATIONS[self.kind]}\n"
+            f"    return x * cos + turned * sin"
+        )
+
+
+def _rotation(node: fx.Node) -> _Rotation | None:
+    """add(mul(x, cos), mul(turned(x), sin)), in any order of operands."""
+    products = node_inputs(node)
+    if node.kwargs or len(products) != 2 or any(p.target is not aten.mul.Tensor or len(p.users) > 1 for p in products):
+        return None
+    factors = [node_inputs(product) for product in products]
+    if any(len(pair) != 2 for pair in factors):
+        return None
+    for straight, crossed in (factors, factors[::-1]):
+        for turned, sin in (crossed, crossed[::-1]):
+            source = _turned(turned)
+            if source and len(turned.users) == 1 and source[0] in straight:
+                cos = straight[1 - straight.index(source[0])]
+                return _wider(_Rotation(source[0], cos, sin, source[1], None))
+    return None
+
+
+def _wider(found: _Rotation) -> _Rotation:
+    """With the unsqueeze of cos and sin inside, where both have the same."""
+    made = [found.cos, found.sin]
+    if any(n.target is not aten.unsqueeze.default for n in made) or made[0].args[1] != made[1].args[1]:
+        return found
+    dim: Any = made[0].args[1]
+    cos, sin = (node_inputs(n)[0] for n in made)
+    return replace(found, cos=cos, sin=sin, dim=int(dim))
+
+
+def _turned(node: fx.Node) -> tuple[fx.Node, str] | None:
+    """x and the kind of a turn by a right angle: (-second half, first half), or so in neighbouring pairs."""
+    if node.target is aten.cat.default:
+        parts, kind = node_inputs(node), "halves"
+        axis = arguments(node)[1] if len(node.args) > 1 else 0
+        if axis not in (-1, len(info(node).shape) - 1):
+            return None
+    elif node.target is aten.reshape.default and node_inputs(node)[0].target is aten.stack.default:
+        stack = node_inputs(node)[0]
+        parts, kind = node_inputs(stack), "pairs"
+        last = stack.args[1:] in ((-1,), (len(info(stack).shape) - 1,))
+        if not last or len(stack.users) > 1 or info(node).shape[:-1] != info(parts[0]).shape[:-1]:
+            return None
+    else:
+        return None
+    if len(parts) != 2 or parts[0].target is not aten.neg.default:
+        return None
+    second, first = node_inputs(parts[0])[0], parts[1]
+    if any(part.target is not aten.slice.Tensor for part in (first, second)) or first.args[0] is not second.args[0]:
+        return None
+    x = node_inputs(first)[0]
+    rank, width = len(info(x).shape), info(x).shape[-1]
+    placement = info(x).placement
+    if not width.is_number or int(width) % 2 or placement.is_shard and placement.dim == rank - 1:
+        return None
+    half = int(width) // 2
+    wanted = [(0, half, 1), (half, int(width), 1)] if kind == "halves" else [(0, int(width), 2), (1, int(width), 2)]
+    given = [_spread(part, rank, int(width)) for part in (first, second)]
+    return (x, kind) if given == wanted else None
+
+
+def _spread(node: fx.Node, rank: int, width: int) -> tuple[int, int, int] | None:
+    """Start, end and step of a slice of the last dim."""
+    raw = [*arguments(node)[1:], *[None] * 4]
+    if (raw[0] or 0) not in (-1, rank - 1):
+        return None
+    start, end = int(raw[1] or 0), width if raw[2] is None else min(int(raw[2]), width)
+    return start, end, int(raw[3] or 1)
+
+
+def _erase(graph: fx.Graph, node: fx.Node) -> None:
+    """The node and what only it read."""
+    waiting: Iterable[fx.Node] = [node]
+    while waiting:
+        dead = [n for n in waiting if n.op == "call_function" and not n.users]
+        waiting = [operand for n in dead for operand in n.all_input_nodes]
+        for n in dict.fromkeys(dead):
+            graph.erase_node(n)

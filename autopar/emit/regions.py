@@ -1,0 +1,89 @@
+"""A layer as regions: its sublayers, each with its norm and its residual, for a method or a paragraph of its own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from ..ir.graph import Block, Role, info, node_inputs
+from .names import value_name
+from .roles import ACTIVATIONS, ATTENTION, HEAVY, MLP, NORMS, PROJECTIONS, SDPA, SOFTMAX, Roles
+
+
+@dataclass(frozen=True)
+class Region:
+    """Consecutive ops of a block that end in the residual stream, and what they are called."""
+
+    name: str
+    ops: tuple[fx.Node, ...]
+
+    def results(self, block: Block) -> list[fx.Node]:
+        """What later ops, or the readers of the block, take of it."""
+        own = set(self.ops)
+        return [n for n in self.ops if n in block.results or any(u not in own for u in n.users)]
+
+    def reads(self) -> set[fx.Node]:
+        """Values that come from before, and placeholders."""
+        own = set(self.ops)
+        return {operand for node in self.ops for operand in node_inputs(node) if operand not in own}
+
+
+def regions(block: Block, roles: Roles) -> list[Region]:
+    """The regions of a layer; one where nothing but the whole holds together."""
+    parts: list[list[fx.Node]] = [[]]
+    ops = block.ops
+    for place, node in enumerate(ops):
+        parts[-1].append(node)
+        if place < len(ops) - 1 and _ends(place, ops, block, roles):
+            parts.append([])
+    if len(parts) > 1 and not any(n.target in HEAVY for n in parts[-1]):
+        last = parts.pop()
+        parts[-1] += last
+    taken = {info(n).ref.partition(".")[0] for n in block.placeholders(Role.PARAMETER, Role.BUFFER)}
+    found: list[Region] = []
+    for part in parts:
+        name = _name(part, roles, {*taken, *(region.name for region in found)})
+        found.append(Region(name, tuple(part)))
+    return found
+
+
+def _ends(place: int, ops: Sequence[fx.Node], block: Block, roles: Roles) -> bool:
+    """Whether the stream alone goes on after an op, of the values with a gradient."""
+    node, done = ops[place], set(ops[: place + 1])
+    if node not in roles.stream or len(node.users) == 1 and next(iter(node.users)).target in NORMS:
+        return False
+    made = [n for n in ops[: place + 1] if info(n).requires_grad]
+    before = [n for n in block.placeholders(Role.VALUE) if n in roles.stream]
+    live = [n for n in (*made, *before) if any(u not in done and u.op != "output" for u in n.users)]
+    return live == [node]
+
+
+def _name(part: Sequence[fx.Node], roles: Roles, taken: Container[str]) -> str:
+    modules = [info(n).module for n in part if n.target in HEAVY]
+    if any(n.target is SDPA or n.target in SOFTMAX for n in part) or any(map(ATTENTION.search, modules)):
+        base = "_cross_attention" if _reads_another(part, roles) else "_attention"
+    elif any(map(MLP.search, modules)) or sum(n.target in PROJECTIONS for n in part) > 1 and _activates(part):
+        base = "_mlp"
+    else:
+        names = [p for m in modules for p in m.split(".")[:1] if not p.isdigit()]
+        base = f"_{_snake(names[-1])}" if names else "_part"
+    return value_name(base, taken)
+
+
+def _activates(part: Sequence[fx.Node]) -> bool:
+    return any(n.target in ACTIVATIONS for n in part)
+
+
+def _reads_another(part: Sequence[fx.Node], roles: Roles) -> bool:
+    """Whether a projection reads a value from outside that is not of the stream: an encoder's output."""
+    own = set(part)
+    outside = {n for node in part if node.target in PROJECTIONS for n in node_inputs(node) if n not in own}
+    outside |= {roles.maker(n) for node in part if node.target in PROJECTIONS for n in node_inputs(node)} - own
+    return any(info(n).role is Role.VALUE and info(n).requires_grad and n not in roles.stream for n in outside)
+
+
+def _snake(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
