@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.parity import raise_float32, relative_errors
+from autopar.trace.moe import written_experts
 
 __all__ = [
     "RankError",
@@ -284,7 +285,7 @@ def reference_run(
     optimizer = optimizer_factory(model.parameters())
     losses, gradients, norms = [], [], []
     in_double = any(parameter.dtype is torch.float64 for parameter in model.parameters())
-    with raise_float32() if in_double else nullcontext():
+    with written_experts(model), raise_float32() if in_double else nullcontext():
         for batch in batches:
             optimizer.zero_grad()
             batch = {name: _cast(value, dtype) for name, value in batch.items()}

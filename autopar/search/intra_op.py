@@ -212,14 +212,14 @@ class _Search:
 
 
 def _divides_weight(node: fx.Node, option: Strategy) -> bool:
-    """A product with a parameter whose shard each rank holds, attention over a share of the heads, or the rows of
+    """A product with a parameter (or experts) whose shard each rank holds, attention over a share of the heads, or the rows of
     a share of the vocabulary."""
     if node.target is torch.ops.aten.embedding.default:
         return info(node_inputs(node)[1]).role is Role.INPUT and option.inputs[0] == Shard(0)
     kind = rule_of(node).kind
     if kind == "attention":
         return option.output.is_shard
-    if kind != "matmul":
+    if kind not in ("matmul", "experts"):
         return False
     roles = [info(n).role for n in node_inputs(node)]
     weights = [p for p, role in zip(option.inputs, roles, strict=True) if role is Role.PARAMETER]

@@ -19,15 +19,35 @@ def one_op_experts(model: nn.Module) -> Iterator[None]:
 
     Those that it cannot express (biases, another gate) run as their author wrote them.
     """
-    owner: Any = next((m for m in model.modules() if hasattr(m, "set_experts_implementation")), None)
-    if owner is None or not any(hasattr(m, "_is_expert_parallel") for m in owner.modules()):
+    if not _has_experts(model):
         yield
         return
     from transformers.integrations.moe import ExpertsInterface
 
     ExpertsInterface.register(_NAME, _experts)
+    with _implementation(model, _NAME):
+        yield
+
+
+@contextmanager
+def written_experts(model: nn.Module) -> Iterator[None]:
+    """Within: experts run as their author wrote them; the kernel that transformers takes else has no float64."""
+    if not _has_experts(model):
+        yield
+        return
+    with _implementation(model, "eager"):
+        yield
+
+
+def _has_experts(model: nn.Module) -> bool:
+    return any(hasattr(m, "_is_expert_parallel") for m in model.modules())  # set by transformers' decorator
+
+
+@contextmanager
+def _implementation(model: nn.Module, name: str) -> Iterator[None]:
+    owner: Any = next(m for m in model.modules() if hasattr(m, "set_experts_implementation"))
     before = owner.get_experts_implementation()
-    owner.set_experts_implementation(_NAME)
+    owner.set_experts_implementation(name)
     try:
         yield
     finally:

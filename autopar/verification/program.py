@@ -30,6 +30,7 @@ from ..plan import Plan
 from ..progress import progress
 from ..request import Job
 from ..trace.huggingface import is_huggingface
+from ..trace.moe import written_experts
 from ..trace.opaque import opaque_modules
 from .ranks import Task, relative, run_task
 from .samples import inputs_of, random_batch
@@ -66,7 +67,7 @@ def train_reference(
     """The weights that a model begins with, and what training it gives; PlanError where its loss is no number."""
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
     weights = {name: tensor.detach().clone() for name, tensor in named}
-    with progress(f"training the original for {len(batches)} steps"):
+    with progress(f"training the original for {len(batches)} steps"), written_experts(model):
         reference = train_original(model, batches, constants, _optimizer(model, plan))
     if not all(map(math.isfinite, reference["losses"])):
         raise PlanError(f"the model's own losses are {reference['losses']}: there is nothing to compare with")
