@@ -10,6 +10,7 @@ from .insert_data_conversions import InsertDataConversions
 from .insert_recompute import InsertRecompute
 from .lower_conversions import LowerConversions
 from .normalize_loss import NormalizeLoss
+from .read_positions import ReadPositions
 from .shard_parameters import ShardParameters
 from .split_parameters import SplitParameters
 from .split_projections import SplitProjections
@@ -17,6 +18,7 @@ from .split_stages import SplitStages
 
 PREPARE: tuple[Pass, ...] = (
     Clean(),  # first: the patterns below are written for canonical casts and views
+    ReadPositions(),
     Decompose(),
     SplitProjections(),  # after decompose: it has written splits as slices, biases as adds
     SplitParameters(),  # after split_projections: it has moved slices of products to their weights

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from autopar.ir.build import call, eliminate_dead, replace_node
-from autopar.ir.graph import MODEL, Program, info
+from autopar.ir.graph import MODEL, Program, arguments, info
 from autopar.plan import Plan
 
 aten = torch.ops.aten
@@ -20,6 +20,12 @@ _CASTS = {
 _RESHAPES = {
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints,
     aten.unflatten.int, aten.view_as.default,
+}  # fmt: skip
+_EXPANSIONS = {aten.expand.default, aten.expand_as.default, aten.broadcast_to.default}
+_REPEATS = {aten.repeat.default, aten.tile.default}
+_PERMUTATIONS = {
+    aten.movedim.int, aten.movedim.intlist, aten.moveaxis.int, aten.moveaxis.intlist, aten.swapaxes.default,
+    aten.swapdims.default,
 }  # fmt: skip
 _IDENTITIES = {aten.contiguous.default, aten.alias.default, aten.lift_fresh_copy.default, aten.clone.default}
 
@@ -61,8 +67,28 @@ def _canonical(node: fx.Node) -> None:
         node.target, node.args, node.kwargs = aten.to.dtype, (node.args[0], facts.dtype), {}
     elif node.target in _RESHAPES:
         node.target, node.args, node.kwargs = aten.reshape.default, (node.args[0], list(facts.shape)), {}
-    elif node.target is aten.expand.default:
-        node.args, node.kwargs = (node.args[0], list(facts.shape)), {}
+    elif node.target in _EXPANSIONS or (node.target in _REPEATS and _repeats_ones(node)):
+        node.target, node.args, node.kwargs = aten.expand.default, (node.args[0], list(facts.shape)), {}
+    elif node.target is aten.narrow.default:
+        source, dim, start, length = arguments(node)
+        node.target, node.args = aten.slice.Tensor, (source, dim, start, start + length)
+    elif node.target in _PERMUTATIONS:
+        order = _order(node)
+        node.target, node.args, node.kwargs = aten.permute.default, (node.args[0], order), {}
+
+
+def _repeats_ones(node: fx.Node) -> bool:
+    """Whether only dims of size 1, or new ones, are repeated: then it is an expansion."""
+    source, target = info(arguments(node)[0]).shape, info(node).shape
+    return all(n in (1, m) for n, m in zip(source[::-1], target[::-1], strict=False))
+
+
+def _order(node: fx.Node) -> list[int]:
+    """Which dim of the operand each dim of the result is, found on a tensor whose strides tell them apart."""
+    target: Any = node.target
+    probe = torch.empty((2,) * len(info(node).shape), device="meta")
+    moved = target(probe, *node.args[1:], **node.kwargs)
+    return [probe.stride().index(stride) for stride in moved.stride()]
 
 
 def _same_value(node: fx.Node) -> fx.Node | None:

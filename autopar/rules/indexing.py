@@ -59,7 +59,7 @@ def _index_select(node: fx.Node) -> Rule:
 
 
 def _index(node: fx.Node) -> Rule:
-    """x[i, :, j]: dims without an index pass, those with one stay whole; the indices' dims, broadcast, are the result's."""
+    """x[i, :, j]: dims without an index pass, those with one stay whole; the indices' dims, broadcast, are new."""
     source, indices = arguments(node)[:2]
     shapes = [info(i).shape if i is not None else None for i in indices]
     if any(i is not None and info(i).dtype == torch.bool for i in indices):

@@ -75,10 +75,13 @@ CASES: dict[object, list[Case]] = {
     aten.conv1d.padding: _cases((f(4, 6, 5), f(12, 6, 3), None, [1], "same")),
     aten.conv3d.default: _cases((f(2, 6, 3, 3, 3), f(12, 6, 2, 2, 2), f(12))),
     aten.conv_transpose2d.input: _cases(
-        (f(4, 6, 5, 5), f(6, 12, 2, 2), f(12), [2, 2]), (f(2, 12, 3, 3), f(12, 2, 2, 2), f(24), [1, 1], [0, 0], [0, 0], 12),
+        (f(4, 6, 5, 5), f(6, 12, 2, 2), f(12), [2, 2]),
+        (f(2, 12, 3, 3), f(12, 2, 2, 2), f(24), [1, 1], [0, 0], [0, 0], 12),
     ),
     aten.conv_transpose1d.default: _cases((f(4, 6, 5), f(6, 12, 2))),
-    aten.group_norm.default: _cases((f(4, 12, 5), 6, f(12), f(12)), (f(12, 6, 2, 2), 3), (f(2, 12, 3), 4, f(12), f(12))),
+    aten.group_norm.default: _cases(
+        (f(4, 12, 5), 6, f(12), f(12)), (f(12, 6, 2, 2), 3), (f(2, 12, 3), 4, f(12), f(12)),
+    ),
     aten.batch_norm.default: _cases(
         (f(4, 12, 5), f(12), f(12), None, None, True, 0.1, 1e-5, False),
         (f(12, 4), f(4), f(4), c(4), Operand((4,), "scale"), False, 0.1, 1e-5, False),
