@@ -192,6 +192,7 @@ class Stage:
 # Names of the blocks that are not layers; "count" is called by no call: it has this rank's
 # shares of the counts of the global batch, in their order; a program without counts has no such block.
 MODEL, TABLES, PROLOGUE, EPILOGUE, COUNT = "model", "tables", "prologue", "epilogue", "count"
+BETWEEN = "between"  # "between2", …: what a model does between two of its layers; placed and counted like a layer
 
 
 @dataclass(frozen=True)
@@ -244,6 +245,10 @@ class Program:
     @property
     def layer_calls(self) -> tuple[Call, ...]:
         return tuple(c for c in self.calls if c.block not in (MODEL, TABLES, PROLOGUE, EPILOGUE))
+
+    def is_between(self, block: str) -> bool:
+        """Whether a block is what the model does between two layers, and so no module of its own."""
+        return block.removeprefix(BETWEEN).isdigit() or block == BETWEEN
 
     def count(self, block: str) -> int:
         return sum(call.block == block for call in self.calls)

@@ -25,7 +25,7 @@ from ..ir.build import replace_node
 from ..ir.custom import OPAQUE, RESULT_SHAPES
 from ..ir.graph import MODEL, Program, arguments, info, node_inputs
 from ..runtime.opaque import OpaqueModule
-from .layers import layer_path
+from .lists import layer_path
 from .repeats import structure
 from .source import module_path, place
 from .trial import Returned, Taken, Trial

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.ir.graph import EPILOGUE, PROLOGUE, TABLES, Role, info
-from autopar.trace.layers import layer_path
+from autopar.trace.lists import layer_path
 from tests import models
 
 
