@@ -19,15 +19,11 @@ from typing import Any
 import torch
 
 from .api import Parallelized, parallelize
-from .compiler import compile_program
-from .cost_models.compute import price_model
-from .cost_models.describe import describe
-from .cost_models.step_time import estimate_price
-from .errors import InfeasibleError, PlanError
-from .ir.graph import B, S
+from .errors import PlanError
+from .given_plan import with_given
 from .plan import PRECISIONS, SCHEDULES, Plan
 from .search.explain import why_not
-from .search.search import Candidate, gib
+from .search.search import Candidate
 from .trace.named import named_function, named_model
 from .verification.folder import verify_folder
 
@@ -184,26 +180,7 @@ def _of_plan(args: argparse.Namespace, plan: Plan) -> Parallelized:
         **{name: getattr(plan.mesh, name) for name in ("pp", "dp", "tp")},
         **{name: getattr(plan, name) for name in ("zero", "micro_batch", "schedule", "recompute")},
     )
-    if plan.mesh.tp == 1 or not plan.solution.strategies:
-        plan = replace(plan, solution=result.plan.solution)
-    compile_program(result.program, plan)
-    return _priced(result, plan)
-
-
-def _priced(result: Parallelized, plan: Plan) -> Parallelized:
-    """The same with `plan`, its stages and placements, for the chosen one. InfeasibleError if it does not fit."""
-    hardware, request = result.job.cluster.hardware, result.result.request
-    costs = describe(result.program, plan.solution, {B: 1, S: plan.sequence})
-    (price,) = price_model(costs, [plan.micro_batch], plan.sequence, hardware, plan.precision)
-    estimate = estimate_price(price, plan, hardware)
-    if estimate.peak_bytes > request.budget_bytes:
-        short = gib(estimate.peak_bytes - request.budget_bytes)
-        raise InfeasibleError(
-            f"the plan needs {gib(estimate.peak_bytes)} a GPU, {short} more than the budget of "
-            f"{gib(request.budget_bytes)}: give --memory, or edit zero, recompute, micro_batch or stages"
-        )
-    found = replace(result.result, best=(Candidate(plan, costs, estimate),))
-    return replace(result, solutions={(plan.mesh.tp, plan.solution.name): plan.solution}, result=found)
+    return with_given(result, plan)
 
 
 def _forbidden(given: Sequence[str]) -> dict[str, list[Any]]:

@@ -12,13 +12,10 @@ import yaml
 from .errors import PlanError
 from .mesh import AXES, Mesh
 from .placement import Strategy
+from .plan_form import check_form
 
 SCHEDULES = ("none", "gpipe", "1f1b")
 PRECISIONS = ("bf16", "fp32", "fp64")
-_KEYS = {
-    "mesh", "global_batch", "micro_batch", "sequence", "stages", "schedule", "zero", "recompute", "precision",
-    "optimizer", "layout", "placements",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -96,7 +93,7 @@ class Plan:
                 "use schedule='gpipe', a smaller micro_batch or fewer stages"
             )
         if self.zero not in (0, 1, 2, 3):
-            raise PlanError(f"zero={self.zero}: use 0, 1, 2 or 3")
+            raise PlanError(f"zero={self.zero!r}: use 0, 1, 2 or 3")
         if self.precision not in PRECISIONS:
             raise PlanError(f"precision={self.precision!r}: use one of {', '.join(PRECISIONS)}")
 
@@ -153,12 +150,9 @@ class Plan:
         """The plan of a file that a person may have edited; PlanError naming the file and what is wrong in it."""
         try:
             data = yaml.safe_load(path.read_text())
-            if unknown := sorted(set(data) - _KEYS):
-                raise PlanError(f"no such key: {', '.join(unknown)}; a plan has {', '.join(sorted(_KEYS))}")
+            check_form(data)
             return Plan.from_dict(data)
-        except KeyError as error:
-            raise PlanError(f"{path}: {error} is missing") from error
-        except (OSError, ValueError, TypeError, AttributeError, ArithmeticError, yaml.YAMLError) as error:
+        except (OSError, ValueError, TypeError, ArithmeticError, yaml.YAMLError) as error:
             raise PlanError(f"{path}: {error}") from error
 
 

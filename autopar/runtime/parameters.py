@@ -73,7 +73,7 @@ def materialise(module: nn.Module, prefix: str, value: Value) -> None:
         for leaf, p in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
             if p.device.type == "meta":
                 if id(p) not in made:
-                    made[id(p)] = nn.Parameter(_filled(p, value(dot + leaf, p.shape)), p.requires_grad)
+                    made[id(p)] = nn.Parameter(_filled(p, value(dot + leaf, p.shape), dot + leaf), p.requires_grad)
                 owner.register_parameter(leaf, made[id(p)])
         for leaf, b in list(owner.named_buffers(recurse=False)):
             if b.device.type == "meta":
@@ -81,10 +81,10 @@ def materialise(module: nn.Module, prefix: str, value: Value) -> None:
                 owner.register_buffer(leaf, filled, persistent=False)
 
 
-def _filled(p: Tensor, value: Tensor) -> Tensor:
+def _filled(p: Tensor, value: Tensor, name: str) -> Tensor:
     """The whole `value` laid out as the meta parameter `p`."""
     if tuple(value.shape) != tuple(p.shape):
-        raise ValueError(f"a parameter of shape {tuple(p.shape)} was given values of {tuple(value.shape)}")
+        raise ValueError(f"{name} has shape {list(p.shape)}, and its values {list(value.shape)}")
     if isinstance(p, DTensor):
         return _distribute(value, p.placements[0], p.dtype)
     return value.detach().to(device=current().device, dtype=p.dtype, copy=True)

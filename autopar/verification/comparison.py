@@ -45,13 +45,7 @@ class Comparison:
         return not self.lost and all(row.error <= TOLERANCE for row in self.rows)
 
     def __str__(self) -> str:
-        return "\n\n".join(part for part in (self._edited(), self.edits.diff, self._table(), self._verdict()) if part)
-
-    def _edited(self) -> str:
-        if not self.edits.places:
-            return "the sources are as they were written"
-        rows = [(e.where, f"line {e.line}", f"−{e.removed}", f"+{e.added}") for e in self.edits.places]
-        return "edited:\n" + tabulate(rows, tablefmt="plain", disable_numparse=True)
+        return "\n\n".join(part for part in (str(self.edits), self.edits.diff, self._table(), self._verdict()) if part)
 
     def _table(self) -> str:
         rows = [(r.what, _number(r.original), _number(r.program), f"{r.error:.1e}") for r in self.rows]

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tabulate import tabulate
+
 KEPT = ".original"  # the folder, inside a saved program, with its sources as they were written
 
 
@@ -28,9 +30,11 @@ class Edits:
     places: tuple[Edit, ...]
     diff: str
 
-    @property
-    def files(self) -> list[str]:
-        return list(dict.fromkeys(place.where.partition(":")[0] for place in self.places))
+    def __str__(self) -> str:
+        if not self.places:
+            return "the sources are as they were written"
+        rows = [(e.where, f"line {e.line}", f"−{e.removed}", f"+{e.added}") for e in self.places]
+        return "edited:\n" + tabulate(rows, tablefmt="plain", disable_numparse=True)
 
 
 def find_edits(folder: Path) -> Edits:

@@ -14,8 +14,8 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from ..request import Job, with_loss
 from ..trace.huggingface import is_huggingface
 from ..trace.named import named_function, named_model
 from .comparison import Comparison, compared
-from .edits import KEPT, find_edits
+from .edits import KEPT, Edits, find_edits
 from .program import constants_of, train_reference
 from .ranks import Task, reference_of, run_task
 from .samples import Input, inputs_of, random_batch
@@ -95,7 +95,7 @@ def verify_folder(folder: Path, model: str | None = None, steps: int = 5) -> Com
     sizes = plan.global_batch, plan.sequence
     batches = [random_batch(record.inputs, *sizes, seed) for seed in range(steps)]
     processes = plan.mesh.world_size
-    with tempfile.TemporaryDirectory(prefix="autopar-verify-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="autopar-verify-") as scratch, _naming(edits):
         if original is not None:
             weights, reference = train_reference(original.double().train(), batches, record.constants, plan)
             against = "the original model on one process"
@@ -106,6 +106,17 @@ def verify_folder(folder: Path, model: str | None = None, steps: int = 5) -> Com
         edited = Task(batches, weights, reference, str(folder), str(folder), *sizes)
         reports = _run(edited, Path(scratch) / "edited", folder, processes)
     return compared(edits, against, reports, reference, processes)
+
+
+@contextmanager
+def _naming(edits: Edits) -> Iterator[None]:
+    """Whatever goes wrong within is told after what was edited: it is the likely cause."""
+    try:
+        yield
+    except PlanError as error:
+        if not edits.places:
+            raise
+        raise PlanError(f"{edits}\n\nthe edited program does not run: {error}") from error
 
 
 def _run(task: Task, scratch: Path, folder: Path, processes: int) -> list[dict[str, Any]]:

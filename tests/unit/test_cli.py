@@ -164,20 +164,42 @@ def test_stages_of_an_edited_plan(tiny: str, tmp_path: Path, capsys: pytest.Capt
     capsys.readouterr()
 
 
+PP2 = {"mesh": {"pp": 2, "dp": 1, "cp": 1, "tp": 2}, "schedule": "gpipe"}
 NONSENSE: dict[str, tuple[dict[str, Any], str]] = {
-    "micro batch": ({"micro_batch": 3}, "global_batch=8 is not divisible by micro_batch=3 × dp=1"),
-    "text for a number": ({"micro_batch": "two"}, "micro_batch='two': use whole numbers"),
-    "stages": ({"stages": [[0, 1]]}, "do not hold each of the 2 layers"),
+    "micro batch": ({"micro_batch": 3}, "global_batch=8 is not divisible by micro_batch=3 × dp=1 = 3: use a multiple"),
+    "text for a number": ({"micro_batch": "two"}, "micro_batch: 'two' is not a whole number of samples"),
+    "heads": ({"mesh": {"pp": 1, "dp": 1, "tp": 3}}, "tp=3: 4 heads of Block.attn are not divisible by 3: use one of"),
+    "a stage less": ({"stages": [[0, 1]]}, "do not hold each of the 2 layers of GPT exactly once, in order: the last"),
+    "a gap": ({**PP2, "stages": [[0, 0], [1, 2]]}, "stage 0 has no layers; give 2 consecutive ranges"),
+    "a layer twice": ({**PP2, "stages": [[0, 2], [1, 2]]}, "stage 1 starts at layer 1, where 2 is next (layers [1]"),
+    "a layer in none": ({**PP2, "stages": [[1, 2], [2, 3]]}, "starts at layer 1, where 0 is next (layers [0] are in"),
+    "backwards": ({**PP2, "stages": [[0, 3], [3, 2]]}, "stage 1 has no layers"),
+    "no ranges": ({"stages": "all"}, "stages: 'all' is not a layer range [start, stop] for each stage, as [[0, 12]"),
     "recompute": ({"recompute": [7]}, "recompute names layers [7]"),
-    "zero": ({"zero": 4}, "zero=4: use 0, 1, 2 or 3"),
-    "unknown key": ({"zeros": 1}, "no such key: zeros"),
-    "missing key": ({"zero": None, "mesh": {"pp": 1, "dp": 1, "tp": 2, "ep": 2}}, "ep"),
+    "recompute in words": ({"recompute": "full"}, "recompute: 'full' is not the layers to recompute, as [0, 1, 5]"),
+    "zero": ({"zero": 7}, "zero=7: use 0, 1, 2 or 3"),
+    "true": ({"zero": True}, "zero: True is not 0, 1, 2 or 3"),
+    "unknown key": ({"zeros": 1}, "no such key: zeros (did you mean 'zero'?)"),
+    "no value": ({"zero": None}, "zero: None is not 0, 1, 2 or 3"),
+    "an axis": ({"mesh": {"pp": 1, "dp": 1, "tp": 2, "ep": 2}}, "mesh: {"),
+    "an axis less": ({"mesh": {"pp": 2}}, "mesh: {'pp': 2} is not a whole number for each of pp, dp, cp and tp"),
     "optimizer": ({"optimizer": {"name": "Lion", "kwargs": {}}}, "'Lion' is not known to be elementwise"),
     "its options": ({"optimizer": {"name": "AdamW", "kwargs": {"lrr": 1}}}, "lrr"),
+    "optimizer as text": ({"optimizer": "AdamW"}, "optimizer: 'AdamW' is not a name, kwargs and perhaps groups"),
+    "its groups": (
+        {"optimizer": {"name": "AdamW", "kwargs": {}, "groups": [{"names": ["lm_head.weigth"]}]}},
+        "optimizer: groups: parameter 'lm_head.weigth' is not in GPT (did you mean 'lm_head.weight'?)",
+    ),
     "precision": ({"precision": "fp8"}, "precision='fp8': use one of bf16, fp32, fp64"),
     "schedule": ({"schedule": "1f1b"}, "schedule='1f1b' with pp=1: use none"),
-    "a placement": ({"placements": {"Block": {"ln_1": "R, R, R -> S(0)"}}}, "ln_1"),
+    "layout": ({"layout": "megatrom"}, "layout 'megatrom' is not in GPT (did you mean 'megatron"),
+    "a placement": ({"placements": {"Block": {"ln_1": "R, R, R -> S(0)"}}}, "no strategy of its rule on tp=2"),
     "no placement": ({"placements": {"Block": {"ln_1": "sharded"}}}, "plan.yaml"),
+    "a node": (
+        {"placements": {"Block": {"ln_11": "R -> R"}}},
+        "placements: Block: node 'ln_11' is not in GPT (did you",
+    ),
+    "a block": ({"placements": {"Blok": {}}}, "placements: block 'Blok' is not in GPT (did you mean 'Block'?)"),
 }
 
 
@@ -188,10 +210,13 @@ def test_nonsense_in_a_plan(tiny: str, tmp_path: Path, capsys: pytest.CaptureFix
     for name, (changes, message) in NONSENSE.items():
         plan = {**good, **changes}
         for block, nodes in changes.get("placements", {}).items():
-            plan["placements"] = {**good["placements"], block: {**good["placements"][block], **nodes}}
+            plan["placements"] = {**good["placements"], block: {**good["placements"].get(block, {}), **nodes}}
         (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))
         said = refusal(capsys, "emit", f"{tiny}:build", "--plan", "plan.yaml", "--out", "program")
         assert message in said, (name, said)
+    for text, message in (("", "a plan is a mapping"), ("zero: 1", "mesh is missing: it is a whole number for each")):
+        (tmp_path / "plan.yaml").write_text(text)
+        assert message in refusal(capsys, "emit", f"{tiny}:build", "--plan", "plan.yaml", "--out", "program")
     assert not (tmp_path / "program").exists()
 
 
@@ -269,7 +294,7 @@ def test_verify_gives_its_verdict_as_code(
 ) -> None:
     """The run itself is a matter of tests/distributed; here it is the word and the code."""
     parity = Parity(largest, largest, largest, largest, "a.weight", "b.weight", steps=5, processes=2)
-    monkeypatch.setattr(Parallelized, "verify", lambda self: parity)
+    monkeypatch.setattr(Parallelized, "verify", lambda self, steps: parity)
     assert run("verify", f"{tiny}:build", *ON, "--dp", "2") == code
     assert ("computes what the model computes" if code == 0 else "DIFFERS") in capsys.readouterr().out
 
@@ -277,3 +302,83 @@ def test_verify_gives_its_verdict_as_code(
 def test_verify_on_processes(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("verify", f"{tiny}:build", *ON, "--tp", "2") == 0
     assert "on 2 processes computes what the model computes" in capsys.readouterr().out
+
+
+# --------------------------------------------------------------------------------
+# verify DIR: an edited program
+
+
+@pytest.fixture
+def program(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    assert run("emit", f"{tiny}:build", *ON, "--tp", "2", "--out", "program") == 0
+    capsys.readouterr()
+    return tmp_path / "program"
+
+
+def edit(program: Path, before: str, after: str, file: str = "model.py") -> int:
+    """The line of the edit."""
+    text = (program / file).read_text()
+    assert text.count(before) == 1
+    (program / file).write_text(text.replace(before, after))
+    return text[: text.index(before)].count("\n") + 1
+
+
+def test_verify_a_program_that_is_not_edited(program: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("verify", "program", "--steps", "2") == 0
+    printed = capsys.readouterr().out
+    assert "the sources are as they were written" in printed
+    assert "computes what the original computes (2 steps in fp64 on 2 processes, against the original model" in printed
+
+
+GELU = 'F.gelu(c_fc, approximate="tanh")'
+AS_GELU = "0.5 * c_fc * (1 + torch.tanh(0.7978845608028654 * (c_fc + 0.044715 * c_fc**3)))"
+
+
+@pytest.mark.slow
+def test_verify_an_edit_that_changes_nothing(program: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit(program, GELU, AS_GELU)
+    assert run("verify", "program", "--steps", "2") == 0
+    printed = capsys.readouterr().out
+    assert "model.py: Block.forward" in printed and f"+        c_fc = {AS_GELU}" in printed
+    assert "the edit does not change what is computed" in printed
+
+
+def test_verify_an_edit_that_changes_the_activation(
+    program: Path, tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the model, and without it: then beside the program as it was written."""
+    line = edit(program, GELU, "F.silu(c_fc)")
+    for against in ("the original model on one process", "the program as written (the model cannot be built here"):
+        assert run("verify", "program", "--steps", "2") == 1
+        printed = capsys.readouterr().out
+        assert f"model.py: Block.forward  line {line}  −1  +1" in printed
+        assert "differs by up to" in printed and "first at: loss, step 0" in printed and against in printed
+        worst = [row for row in printed.splitlines() if row.startswith("gradient of")]
+        assert len(worst) == 5 and any("mlp.c_fc" in row for row in worst)
+        (tmp_path / f"{tiny}.py").unlink(missing_ok=True)
+        sys.modules.pop(tiny, None)
+
+
+def test_verify_an_edit_that_does_not_run(program: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = edit(program, "F.gelu(c_fc,", "F.gelu(c_fcc,")
+    said = refusal(capsys, "verify", "program", "--steps", "1")
+    assert "model.py: Block.forward" in said
+    assert f"model.py:{line}, in forward:" in said and "NameError: name 'c_fcc' is not defined" in said
+    edit(program, "F.gelu(c_fcc,", "F.gelu(c_fc,")
+    edit(program, '"mlp.c_fc.bias", (128,)', '"mlp.c_fc.bias", (64,)')
+    said = refusal(capsys, "verify", "program", "--steps", "1")
+    assert "Block.__init__" in said and "mlp.c_fc.bias has shape [64], and its values [128]" in said
+
+
+@pytest.mark.slow
+def test_verify_names_edits_outside_the_model(program: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit(program, "meter.start()", "meter.start()  # mine", "train.py")
+    edit(program, "    if p == 0 or not training:", "    if p <= 0 or not training:", "runtime/random.py")
+    assert run("verify", "program", "--steps", "1") == 0
+    printed = capsys.readouterr().out
+    assert "train.py: main" in printed and "runtime/random.py: dropout" in printed
+
+
+def test_verify_a_folder_without_its_record(program: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (program / ".original" / "original.json").unlink()
+    assert "with its program as written: save it again" in refusal(capsys, "verify", "program")

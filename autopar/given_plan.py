@@ -1,0 +1,61 @@
+"""A plan that someone has written or edited, instead of the search's: checked as any other, and priced as it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from .api import Parallelized
+from .compiler import compile_program
+from .cost_models.compute import price_model
+from .cost_models.describe import describe
+from .cost_models.step_time import estimate_price
+from .errors import InfeasibleError, PlanError
+from .ir.graph import B, Program, S
+from .plan import Plan
+from .plan_form import nearest
+from .search.layouts import LAYOUTS
+from .search.search import Candidate, gib
+
+
+def with_given(result: Parallelized, plan: Plan) -> Parallelized:
+    """`result`, of the same model and mesh, with `plan` for the chosen one; its placements where `plan` has none.
+
+    Raises PlanError where the plan is none of this model, InfeasibleError where it does not fit.
+    """
+    _check_names(result.program, plan)
+    if plan.mesh.tp == 1 or not plan.solution.strategies:
+        plan = replace(plan, solution=result.plan.solution)
+    compile_program(result.program, plan)
+    return _priced(result, plan)
+
+
+def _check_names(program: Program, plan: Plan) -> None:
+    """PlanError where the plan names a block, a node, a parameter or a layout that the program has not."""
+
+    def known(what: str, names: Iterable[str], has: Iterable[str]) -> None:
+        for name in sorted(set(names) - set(has)):
+            raise PlanError(f"{what} {name!r} is not in {program.name}{nearest(name, has)}: plan again, or take it out")
+
+    known("layout", {plan.solution.name} - {""}, [layout.name for layout in LAYOUTS])
+    known("placements: block", plan.solution.strategies, list(program.blocks))
+    for block, nodes in plan.solution.strategies.items():
+        known(f"placements: {block}: node", nodes, [node.name for node in program.blocks[block].graph.nodes])
+    for names, _ in plan.optimizer.groups:
+        known("optimizer: groups: parameter", names, list(program.parameters))
+
+
+def _priced(result: Parallelized, plan: Plan) -> Parallelized:
+    """The same with `plan`, its stages and placements, for the chosen one. InfeasibleError if it does not fit."""
+    hardware, request = result.job.cluster.hardware, result.result.request
+    costs = describe(result.program, plan.solution, {B: 1, S: plan.sequence})
+    (price,) = price_model(costs, [plan.micro_batch], plan.sequence, hardware, plan.precision)
+    estimate = estimate_price(price, plan, hardware)
+    if estimate.peak_bytes > request.budget_bytes:
+        short = gib(estimate.peak_bytes - request.budget_bytes)
+        raise InfeasibleError(
+            f"the plan needs {gib(estimate.peak_bytes)} a GPU, {short} more than the budget of "
+            f"{gib(request.budget_bytes)}: give --memory, or edit zero, recompute, micro_batch or stages"
+        )
+    found = replace(result.result, best=(Candidate(plan, costs, estimate),))
+    return replace(result, solutions={(plan.mesh.tp, plan.solution.name): plan.solution}, result=found)
