@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import sympy
@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from autopar.ir.build import call, eliminate_dead, replace_node
-from autopar.ir.graph import MODEL, Program, arguments, info
+from autopar.ir.graph import MODEL, Program, arguments, info, op_name
 from autopar.ir.results import RESULTS
 from autopar.plan import Plan
 
@@ -198,6 +198,23 @@ def _is_vector(value: Any) -> bool:
     return isinstance(value, fx.Node) and len(info(value).shape) == 1
 
 
+def _count_choices(node: fx.Node) -> None:
+    """histc(topk_indices(x, k), n, 0, n), how often each of n is chosen → sum(one_hot(topk_indices(x, k), n), 0)."""
+    chosen, bins, *bounds = arguments(node)
+    while chosen.target is aten.to.dtype:
+        chosen = chosen.args[0]
+    origin = chosen.args[0] if chosen.target is aten.reshape.default else chosen
+    if op_name(origin) != "topk_indices" or info(origin.args[0]).shape[-1] != bins or bounds != [0, bins]:
+        return
+    rows, facts = info(chosen).shape, replace(info(node), dtype=torch.int64)
+    dtype = next(info(reader).dtype for reader in node.users)
+    with node.graph.inserting_before(node):
+        each = call(node.graph, aten.one_hot.default, (chosen, bins), facts, (*rows, sympy.Integer(bins)))
+        number = call(node.graph, aten.to.dtype, (each, dtype), replace(info(each), dtype=dtype))
+        total = call(node.graph, aten.sum.dim_IntList, (number, [0]), replace(info(node), dtype=dtype))
+    replace_node(node, total)
+
+
 _DECOMPOSITIONS: dict[Any, Callable[[fx.Node], None]] = {
     aten.broadcast_tensors.default: _expand_parts,
     aten.split.Tensor: _slice_parts,
@@ -209,4 +226,5 @@ _DECOMPOSITIONS: dict[Any, Callable[[fx.Node], None]] = {
     aten.addmm.default: _separate_addend,
     aten.baddbmm.default: _separate_addend,
     aten.glu.default: _gate,
+    aten.histc.default: _count_choices,
 }

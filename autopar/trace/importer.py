@@ -107,6 +107,19 @@ class Importer:
         expr = size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(int(size))
         return expr.subs(self.symbols)
 
+    def _float(self, node: fx.Node) -> Any:
+        """A float that the author computed from sizes: a polynomial of them, as sizes are."""
+        value = node.meta["val"]
+        if isinstance(value, float):
+            return value
+        expr = value.node.expr.replace(lambda e: e.func.__name__ == "ToFloat", lambda e: e.args[0])
+        expr = sympy.nsimplify(expr.subs(self.symbols), rational=True)
+        if not expr.is_polynomial(B, S) or expr.free_symbols - {B, S} or sympy.denom(sympy.together(expr)) != 1:
+            raise TraceError(
+                f"{expr} is a float of sizes{place(node)}: divide a tensor by the size instead (y / x.shape[0])"
+            )
+        return expr
+
     def _shape(self, shape: Any, dims: dict[int, str] | None = None) -> tuple[sympy.Expr, ...]:
         named = {"b": B, "s": S}
         return tuple(named[dims[i]] if dims and i in dims else self._expr(n) for i, n in enumerate(shape))
@@ -145,7 +158,7 @@ class Importer:
     def _call(self, node: fx.Node) -> None:
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt | torch.SymFloat | int | float):
-            self.memory.define(node, self._expr(value))
+            self.memory.define(node, self._expr(value) if isinstance(value, torch.SymInt | int) else self._float(node))
             return
         if value is None or isinstance(value, torch.SymBool) or (isinstance(value, list | tuple) and not value):
             return  # an assertion

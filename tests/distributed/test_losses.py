@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests import zoo
 from tests.distributed.programs import Subject, assert_parity, subject
+from tests.models import layered
 
 SAMPLES, LENGTH, WIDTH, CLASSES = 12, 6, 8, 5
 Loss = Callable[["Regressor", Tensor, Tensor, Tensor], Tensor]
@@ -130,8 +133,6 @@ def _data() -> tuple[dict[str, Tensor], ...]:
 
 @cache
 def _subject(name: str) -> Subject:
-    from tests.models import layered
-
     data = _data()
     model = Regressor({**FREE, **REDUCED}[name])
     program = layered(model.double(), {k: v[:2] for k, v in data[0].items()}, torch.float64)
@@ -149,3 +150,18 @@ def test_any_layout_of_samples(name: str) -> None:
 def test_numbers_of_the_whole_batch_are_reduced_over_replicas(name: str) -> None:
     made = _subject(name)
     assert_parity(made, made.plan(dp=2, micro_batch=6))
+
+
+@pytest.mark.parametrize(
+    "layout", [{"dp": 2, "micro_batch": 6}, {"dp": 2, "tp": 2, "pp": 2, "micro_batch": 6, "schedule": "gpipe"}]
+)
+def test_load_balancing_of_a_mixture_of_experts(layout: dict[str, Any]) -> None:
+    """Mixtral with output_router_logits: the same auxiliary loss under every layout with one micro-batch."""
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
+    variant = zoo.VARIANTS["mixtral_aux:sdpa"]
+    data = [variant.inputs(12, generator) for _ in range(5)]
+    model = variant.build().double()
+    program = layered(model, {**{k: v[:2] for k, v in data[0].items()}, **variant.arguments}, torch.float64)
+    made = subject(model, torch.float64, program, data=data)
+    assert_parity(made, made.plan(**layout))
