@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from ..ir.custom import OPAQUE, RESULT_SHAPES
 from ..ir.graph import MODEL, Program, arguments, info, node_inputs
 from ..runtime.opaque import OpaqueModule
 from .lists import layer_path
+from .moe import written_experts
 from .repeats import structure
 from .source import module_path, place
 from .trial import Returned, Taken, Trial
@@ -187,15 +188,20 @@ class Opaque:
 
 def opaque_modules(program: Program, model: nn.Module) -> dict[str, OpaqueModule]:
     """The program's opaque modules as the runtime takes them: without values."""
-    found = {}
-    for name, call in program.opaque.items():
-        module = model.get_submodule(call.path)
-        memo: dict[int, Any] = {}
-        for tensor in (*module.parameters(), *module.buffers()):
-            empty = torch.empty_like(tensor, device="meta")
-            memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-        found[name] = OpaqueModule(copy.deepcopy(module, memo), call.inputs)
-    return found
+    if not program.opaque:
+        return {}
+    in_double = any(info(node).dtype == torch.float64 for _, node in program.each_op())
+    with written_experts(model) if in_double else nullcontext():
+        return {n: OpaqueModule(_empty(model.get_submodule(c.path)), c.inputs) for n, c in program.opaque.items()}
+
+
+def _empty(module: nn.Module) -> nn.Module:
+    """A copy without values. Its attributes are its own, its config too."""
+    memo: dict[int, Any] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        empty = torch.empty_like(tensor, device="meta")
+        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    return copy.deepcopy(module, memo)
 
 
 def _equal(one: Any, other: Any) -> bool:
