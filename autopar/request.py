@@ -15,7 +15,8 @@ from torch import nn
 from .cost_models.hardware import Cluster, default_gpu
 from .errors import PlanError
 from .plan import PRECISIONS, Optimizer
-from .trace.huggingface import default_inputs, is_huggingface
+from .trace.example_inputs import default_inputs, longest_sequence
+from .trace.huggingface import is_huggingface
 from .trace.initialise import build_on_meta
 
 # Elementwise: a shard of the state needs only the shard of the parameter.
@@ -99,7 +100,7 @@ def _cluster(gpus: int | Cluster | None, gpu: str | None, notes: list[str]) -> C
 
 
 def _sequence(model: nn.Module, inputs: Mapping[str, Any] | None, sequence: int | None, notes: list[str]) -> int:
-    """The length asked, else of the inputs, else the longest the config allows up to 8,192."""
+    """The length asked, else of the inputs, else the longest the config allows up to 8,192; 1 without tokens."""
     if sequence is not None:
         return sequence
     shapes = [v.shape for v in (inputs or {}).values() if isinstance(v, torch.Tensor) and v.dim() == 2]
@@ -107,7 +108,9 @@ def _sequence(model: nn.Module, inputs: Mapping[str, Any] | None, sequence: int 
         return int(max(shape[1] for shape in shapes))
     if inputs is not None:
         return 1  # no sequence: images, features
-    longest = int(getattr(getattr(model, "config", None), "max_position_embeddings", _LONGEST_DEFAULT))
+    longest = longest_sequence(model) if is_huggingface(model) else _LONGEST_DEFAULT
+    if longest is None:
+        return 1
     notes.append(f"sequence={min(longest, _LONGEST_DEFAULT)} (of the model's config)")
     return min(longest, _LONGEST_DEFAULT)
 

@@ -52,6 +52,8 @@ def _run_block(
         if isinstance(argument, sympy.Expr):
             number = argument.subs(dict(sizes))
             return int(number) if number.is_integer else float(number)
+        if isinstance(argument, torch.device):
+            return torch.device("cpu")  # the trace ran on meta
         return [real(a) for a in argument] if isinstance(argument, list | tuple) else argument
 
     for node in block.nodes:

@@ -201,8 +201,8 @@ class Program:
 
     name: class name of the model. tied: alias → original parameter name. fused: original name → parts.
     sequence_range: lengths of `s` for which the trace holds. mutated: buffers that forward updates. opaque: modules
-    that are kept whole, by name. stages
-    and recompute (layer indices) are set by the passes of the same names.
+    that are kept whole, by name. persistent: the buffers of the model's state_dict, of which `buffers` holds those that
+    the loss reads. stages and recompute (layer indices) are set by the passes of the same names.
     """
 
     name: str
@@ -217,6 +217,7 @@ class Program:
     stages: tuple[Stage, ...] = ()
     recompute: frozenset[int] = frozenset()
     mutated: tuple[str, ...] = ()
+    persistent: dict[str, TensorInfo] = field(default_factory=dict)
     opaque: dict[str, OpaqueCall] = field(default_factory=dict)
 
     def copy_blocks(self) -> Program:

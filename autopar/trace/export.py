@@ -22,6 +22,7 @@ from . import repeats
 from .importer import Importer
 from .literals import Literals
 from .opaque import Opaque
+from .signature import check_inputs, keywords
 from .source import place_of_error
 
 _MAX_SEQUENCE = 1 << 20
@@ -47,6 +48,7 @@ def trace(
         raise TraceError(
             "tracing under torch.autocast would lose its casts: call parallelize outside it and choose precision="
         )
+    check_inputs(inputs)
     shadow = _meta_copy(model, dtype)
     if fold and not repeats.fold(shadow):
         raise repeats.NotRepeatedError("no list of equal layers")
@@ -92,7 +94,8 @@ def _example(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[
 def _export(model: nn.Module, example: dict[str, Any], dims: dict[str, dict[int, str]]) -> torch.export.ExportedProgram:
     """Export with named dynamic dims, narrowing the sequence range to what the model allows."""
     low, high, deferred = 2, _MAX_SEQUENCE, False
-    for _ in range(4):
+    bound = _buffer_length(model, example, dims)
+    for _ in range(5):
         symbols = {"b": Dim("b", min=1), "s": Dim("s", min=low, max=high)}
         shapes = {
             name: {d: symbols[kind] for d, kind in dims[name].items()} if name in dims else None for name in example
@@ -110,8 +113,10 @@ def _export(model: nn.Module, example: dict[str, Any], dims: dict[str, dict[int,
             fix = re.search(r"s = Dim\('s'(?:, min=(\d+))?(?:, max=(\d+))?\)", str(error))
             if fix:
                 low, high = int(fix[1] or low), int(fix[2] or high)
+            elif "satisfy the generated guard" in str(error) and bound is not None:
+                high, bound = bound, None  # a mask or table that is cut to the sequence
             elif "satisfy the generated guard" in str(error) and not deferred:
-                deferred = True  # torch's own guards, which hold for all sizes but which it cannot prove
+                high, deferred = _MAX_SEQUENCE, True  # torch's own guards, which hold for all sizes but which it cannot prove
             else:
                 raise TraceError(_explain(error, model)) from error
         except (repeats.NotRepeatedError, TraceError):
@@ -121,12 +126,20 @@ def _export(model: nn.Module, example: dict[str, Any], dims: dict[str, dict[int,
     raise TraceError(f"no range of sequence lengths could be found for the model (last tried {low}…{high})")
 
 
+def _buffer_length(model: nn.Module, example: dict[str, Any], dims: dict[str, dict[int, str]]) -> int | None:
+    """The shortest buffer that the example's sequence fits in: how far the model may be made for."""
+    lengths = [example[name].shape[dim] for name, of in dims.items() for dim, kind in of.items() if kind == "s"]
+    sizes = [size for buffer in model.buffers() for size in buffer.shape if lengths and size >= max(2, *lengths)]
+    return min(sizes, default=None)
+
+
 def _check_asserts(exported: torch.export.ExportedProgram, dims: dict[str, dict[int, str]]) -> None:
     """TraceError where the trace holds for some sizes only: each assertion is tried on many."""
+    inputs = keywords(exported)
     names = {
         node.meta["val"].shape[dim].node.expr: sympy.Symbol(kind)
         for node in exported.graph.nodes
-        for dim, kind in (dims.get(node.name, {}) if node.op == "placeholder" else {}).items()
+        for dim, kind in (dims.get(inputs.get(node.name, ""), {}) if node.op == "placeholder" else {}).items()
     }
     for node in exported.graph.nodes:
         condition = node.meta.get("val")

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .example_inputs import default_inputs as default_inputs
 from .moe import one_op_experts
 
 _NAME = "autopar"
@@ -17,12 +18,6 @@ _NAME = "autopar"
 
 def is_huggingface(model: nn.Module) -> bool:
     return any(cls.__name__ == "PreTrainedModel" for cls in type(model).__mro__)
-
-
-def default_inputs(model: nn.Module, batch: int, sequence: int) -> dict[str, Any]:
-    """Example inputs of a causal language model, built from its config: ids and labels [batch, sequence]."""
-    ids = torch.zeros(batch, sequence, dtype=torch.long, device="meta")
-    return {"input_ids": ids, "labels": ids.clone(), "use_cache": False}
 
 
 @contextmanager

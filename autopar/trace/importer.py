@@ -28,6 +28,7 @@ from ..ir.graph import (
 )
 from .inline import inline_regions
 from .inplace import Memory, mutates, written
+from .signature import keywords, loss_of
 from .source import module_path, place, source_line
 
 _MAX_SEQUENCE = 1 << 20
@@ -61,6 +62,7 @@ class Importer:
     def program(self) -> Program:
         signature = self.exported.graph_signature
         inline_regions(self.exported.graph_module)
+        self.keywords = keywords(self.exported)
         self._learn_symbols()
         for node in self.exported.graph.nodes:
             if node.op == "placeholder":
@@ -68,7 +70,7 @@ class Importer:
             elif node.op == "call_function":
                 self._call(node)
             elif node.op == "output":
-                self._output(node, signature)
+                self._output(node)
         self._separate_ties()
         self._drop_unused()
         parameters = self._parameters()
@@ -87,12 +89,13 @@ class Importer:
             tied={a: o for a, o in self.aliases.items() if a != o},
             sequence_range=self._sequence_range(),
             mutated=tuple(self.mutated),
+            persistent=self._persistent(),
         )
 
     def _learn_symbols(self) -> None:
         for node in self.exported.graph.nodes:
-            if node.op == "placeholder" and node.name in self.dims:
-                for dim, kind in self.dims[node.name].items():
+            if node.op == "placeholder":
+                for dim, kind in self.dims.get(self.keywords.get(node.name, ""), {}).items():
                     expr = node.meta["val"].shape[dim]
                     if isinstance(expr, torch.SymInt):
                         self.symbols[expr.node.expr] = B if kind == "b" else S
@@ -146,7 +149,7 @@ class Importer:
             role, ref, grad = Role.BUFFER, name, False
             self.buffers[name] = TensorInfo(self._shape(node.meta["val"].shape), self._dtype(node.meta["val"].dtype))
         elif isinstance(node.meta.get("val"), torch.Tensor):
-            role, ref, grad = Role.INPUT, node.name, False
+            role, ref, grad = Role.INPUT, self.keywords[node.name], False
         else:
             return node.meta.get("val")  # a plain Python argument, fixed by the trace
         new = self.graph.placeholder(node.name)
@@ -232,15 +235,9 @@ class Importer:
             return [self._mapped(a) for a in argument]
         return self._dtype(argument) if isinstance(argument, torch.dtype) else argument
 
-    def _output(self, node: fx.Node, signature: Any) -> None:
-        results = [n for n in arguments(node)[0] if isinstance(n, fx.Node)]
-        if not results or tuple(results[0].meta["val"].shape) != ():
-            shape = tuple(results[0].meta["val"].shape) if results else "nothing"
-            raise TraceError(
-                f"{type(self.model).__name__}.forward must return the loss first (a 0-dim tensor), not {shape}: "
-                "pass labels in inputs, or loss=a callable (outputs, batch) -> scalar"
-            )
-        self.graph.output((self.memory.read(results[0]),))
+    def _output(self, node: fx.Node) -> None:
+        loss = loss_of(self.exported, list(arguments(node)[0]), self.model)
+        self.graph.output((self.memory.read(loss),))
 
     def _separate_ties(self) -> None:
         """Give each use of a tied parameter the alias of the module that uses it, so that names read right."""
@@ -262,6 +259,14 @@ class Importer:
         for node in list(self.graph.nodes):
             if node.op == "placeholder" and not node.users:
                 self.graph.erase_node(node)
+
+    def _persistent(self) -> dict[str, TensorInfo]:
+        """The buffers of the model's state_dict, read by the loss or not."""
+        saved = self.model.state_dict(keep_vars=True)
+        buffers = {name: tensor for name, tensor in self.model.named_buffers(remove_duplicate=False) if name in saved}
+        return {
+            name: TensorInfo(self._shape(tensor.shape), self._dtype(tensor.dtype)) for name, tensor in buffers.items()
+        }
 
     def _parameters(self) -> dict[str, TensorInfo]:
         """Every parameter of the model by each of its names, used by the loss or not."""
