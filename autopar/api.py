@@ -19,6 +19,7 @@ from .compiler import compile_program, prepare
 from .cost_models.describe import describe
 from .cost_models.hardware import Cluster
 from .cost_models.layer_costs import ModelCosts
+from .cost_models.opaque import opaque_note
 from .cost_models.step_time import Estimate
 from .emit.emission import Predicted
 from .emit.load import load_source
@@ -41,6 +42,7 @@ from .search.op_costs import TimeCosts
 from .search.search import SearchResult, search
 from .search.space import Pins, divisors
 from .trace.initialise import Weights, weights_of
+from .trace.layers import class_names
 from .trace.opaque import opaque_modules
 from .verification.folder import keep_original
 from .verification.program import verify_plan
@@ -62,6 +64,7 @@ def parallelize(
     global_batch: int | None = None,
     optimizer: OptimizerLike = None,
     precision: str | None = None,
+    batch_norm: str = "refuse",
     sequence_parallel: bool | None = None,
     **pins: Any,
 ) -> Parallelized:
@@ -70,16 +73,17 @@ def parallelize(
     model: a module with real or meta weights, or a function that builds one (built on meta).
     inputs: example keyword inputs with labels, batch on dim 0; not needed for Hugging Face models.
     loss: (outputs, batch) → scalar, where forward returns no loss. sequence: tokens; global_batch: samples.
+    batch_norm="synchronise": its statistics are those of all replicas' samples, in one micro-batch; else refused.
     pins (pp, dp, tp, zero, micro_batch, schedule, recompute) fix a choice, forbid={"zero": [3]} bans some;
     sequence_parallel=True or False fixes Megatron's layout with or without sequence parallelism.
     Raises PlanError (a ValueError) naming what is wrong, where, and the way out.
     """
     job = make_job(
         model, gpus, gpu=gpu, memory=memory, inputs=inputs, loss=loss, sequence=sequence,
-        global_batch=global_batch, optimizer=optimizer, precision=precision,
+        global_batch=global_batch, optimizer=optimizer, precision=precision, batch_norm=batch_norm,
     )  # fmt: skip
     with progress(f"tracing {job.name}"):
-        program = prepare(job.model, job.inputs, job.precision)
+        program = prepare(job.model, job.inputs, job.precision, job.batch_norm)
     chosen = _pins(pins)
     illegal = _illegal(program, job, chosen)
     layouts = [layout for layout in LAYOUTS if sequence_parallel is None or layout.name == _named(sequence_parallel)]
@@ -122,12 +126,18 @@ class Parallelized:
         tied = set(self.program.tied)
         sizes = (sympy.Mul(*t.shape) for name, t in self.program.parameters.items() if name not in tied)
         table = plan_table(self.result, self.job.name, int(sum(sizes)))
-        notes = "".join(f"\n default: {note}" for note in self.job.notes)
-        return table + notes
+        notes = [f"opaque: {note}" for note in self._opaque] + [f"default: {note}" for note in self.job.notes]
+        return table + "".join(f"\n {note}" for note in notes)
+
+    @cached_property
+    def _opaque(self) -> list[str]:
+        if not self.program.opaque:
+            return []
+        return opaque_note(self.program, {B: 1, S: self.job.sequence}, class_names(self.job.model))
 
     def explain(self) -> str:
         """Time and memory of each stage, and what the runners-up lose."""
-        return explain(self.result)
+        return "\n".join([explain(self.result), *(f"opaque: {note}" for note in self._opaque)])
 
     def compare(self, sequence_parallel: bool | None = None, **pins: Any) -> str:
         """What if: the best plan with these pins beside the chosen one."""
@@ -199,7 +209,9 @@ class Parallelized:
         values = {B: plan.micro_batch, S: plan.sequence}
         micro_batches = plan.accumulation * plan.mesh.dp
         flops = float(self.result.chosen.model.unsharded_flops.subs(values)) * micro_batches
-        return Predicted(self.estimate.step_time_s, 3 * flops, self.job.cluster.hardware.peak(plan.precision))
+        estimate = self.estimate
+        peak = self.job.cluster.hardware.peak(plan.precision)
+        return Predicted(estimate.step_time_s, 3 * flops, peak, estimate.peak_bytes, estimate.mfu)
 
 
 def solve_layouts(

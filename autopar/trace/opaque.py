@@ -8,9 +8,12 @@ too: a custom autograd.Function, whose backward export does not record, and size
 from __future__ import annotations
 
 import copy
+import io
+import logging
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -74,7 +77,7 @@ class Opaque:
         """What `run` exports, once every submodule that it fails in is kept whole."""
         for _ in range(_MOST):
             try:
-                with _custom_functions_refused():
+                with _custom_functions_refused(), _quiet():
                     exported = run()
                 _check_sizes(exported)
                 return exported
@@ -227,6 +230,34 @@ def _check_sizes(exported: Any) -> None:
         value = node.meta.get("val")
         if isinstance(value, Tensor) and free_unbacked_symbols(value):
             raise _InsideError(f"the sizes of {node.name}{place(node)} depend on values", module_path(node))
+
+
+class _WithoutGraphs(io.TextIOBase):
+    """A stream without the whole graph that torch prints where export fails."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        if "torch.ops.aten" not in text:
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Within: a failing export says what failed in its exception alone."""
+    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with redirect_stderr(_WithoutGraphs(sys.stderr)):
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 @contextmanager

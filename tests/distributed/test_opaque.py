@@ -1,0 +1,93 @@
+"""Modules that cannot be traced run as their author wrote them, and the program trains as the original does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.errors import PlanError
+from autopar.search.layouts import MEGATRON_SP
+from tests.distributed.opaque_models import (
+    BatchSquash,
+    OpaqueModel,
+    Selected,
+    Squash,
+    StraightThrough,
+)
+from tests.distributed.programs import Subject, assert_parity, subject
+
+PLANS: dict[str, dict[str, Any]] = {
+    "dp2": {"dp": 2, "micro_batch": 3},
+    "tp2": {"tp": 2},
+    "pp2": {"pp": 2},
+    "zero3": {"dp": 2, "micro_batch": 3, "zero": 3},
+    "zero3-tp2-pp2-recompute": {
+        "dp": 2, "tp": 2, "pp": 2, "micro_batch": 3, "zero": 3, "recompute": "all", "layout": MEGATRON_SP,
+    },
+}  # fmt: skip
+
+
+@cache
+def made(kind: type[nn.Module]) -> Subject:
+    torch.manual_seed(0)
+    return subject(OpaqueModel(kind), torch.float64)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_branch_on_values_inside_a_module(plan: str) -> None:
+    """Which parameters a rank reads depends on its samples: the reductions of gradients must not."""
+    assert_parity(made(Squash), made(Squash).plan(**PLANS[plan]))
+
+
+@pytest.mark.parametrize("kind", [StraightThrough, Selected], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("plan", ["dp2", "zero3-tp2-pp2-recompute"])
+def test_t12_what_a_trace_would_record_wrongly(kind: type[nn.Module], plan: str) -> None:
+    """The backward of a custom autograd.Function; sizes that depend on values."""
+    assert made(kind).program.opaque.keys() == {"inner"}
+    assert_parity(made(kind), made(kind).plan(**PLANS[plan]))
+
+
+def test_a_module_that_couples_samples_is_refused_on_the_data_axis_by_name() -> None:
+    coupled = made(BatchSquash)
+    assert_parity(coupled, coupled.plan(tp=2, micro_batch=12))
+    for plan in (coupled.plan(dp=2, micro_batch=6), coupled.plan(micro_batch=4)):
+        with pytest.raises(PlanError, match=r"inner.*couples samples"):
+            coupled.source(plan)
+
+
+def test_a_saved_program_finds_its_classes(tmp_path: Path) -> None:
+    ids = torch.zeros(2, 16, dtype=torch.long)
+    torch.manual_seed(0)
+    result = autopar.parallelize(
+        OpaqueModel(layers=2, ids=256),
+        1,
+        gpu="cpu",
+        inputs={"input_ids": ids, "labels": ids},
+        global_batch=4,
+        precision="fp32",
+    )
+    assert "opaque: inner" in str(result)
+    folder = result.save(tmp_path / "program")
+    assert "opaque.pt" in (folder / "README.md").read_text()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "--"]
+    root = Path(__file__).resolve().parents[2]
+    for path, works in ((str(root), True), ("", False)):
+        ran = subprocess.run(
+            [*command, "train.py", "--steps", "2"], cwd=folder, env=_environment(path), capture_output=True, text=True,
+            timeout=180, check=False,
+        )  # fmt: skip
+        assert (ran.returncode == 0) == works, ran.stdout + ran.stderr
+    assert "put their source on PYTHONPATH" in ran.stdout + ran.stderr
+
+
+def _environment(path: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
