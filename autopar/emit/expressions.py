@@ -18,6 +18,7 @@ from ..ir.custom import ACTIVATIONS, EXPERTS, OPAQUE
 from ..ir.graph import arguments, info, node_inputs
 from ..ir.ops import is_collective
 from .op import Op
+from .public_names import by_full_name, by_name, convolution
 from .opaque import opaque_call
 from .text import ATOM, COMPARISON, PRODUCT, SUM, UNARY, Render, Text, literal, size_text
 
@@ -33,10 +34,10 @@ def expression(node: fx.Node, render: Render, device: str, training: str) -> Tex
         source, place = arguments(node)
         return Text(f"{render(source).at(ATOM)}[{place}]")
     op = Op(node, render, device, training)
-    text = _WRITERS.get(node.target, _fallback)(op)
+    text = _WRITERS.get(node.target, by_name)(op)
     if op.left:
         op = Op(node, render, device, training)
-        text = _fallback(op)
+        text = by_full_name(op)
     assert not op.left, f"{node.format_node()}: {op.left} would be lost"
     return text
 
@@ -65,7 +66,7 @@ def _function(name: str) -> _Writer:
 def _sizes(name: str) -> _Writer:
     def write(op: Op) -> Text:
         source, sizes = op.operand(0), op.take(op.schema[1].name)
-        return Text(f"{source}.{name}({', '.join(op.show(n) for n in sizes)})")
+        return Text(f"{source}.{name}({', '.join(op.show(n) for n in sizes) or '()'})")
 
     return write
 
@@ -82,7 +83,7 @@ def _new(fill: str) -> _Writer:
 
 
 def _invert(op: Op) -> Text:
-    return _prefix("~")(op) if info(op.node).dtype == torch.bool else _fallback(op)
+    return _prefix("~")(op) if info(op.node).dtype == torch.bool else by_name(op)
 
 
 def _slice(op: Op) -> Text:
@@ -171,6 +172,14 @@ def _experts(op: Op) -> Text:
     return Text(f"experts({op.rest()}, {activation})", imports=frozenset({"experts.experts"}))
 
 
+def _batch_norm(op: Op) -> Text:
+    """With the statistics of its samples: those of all replicas, by the runtime."""
+    if not op.take("training"):
+        return by_name(op)
+    given = [op.shown(a) for a in ("input", "weight", "bias", "running_mean", "running_var", "momentum", "eps")]
+    return Text(f"batch_norm({', '.join(given)})", imports=frozenset({"norm.batch_norm"}))
+
+
 def _pad(op: Op) -> Text:
     source, pad, value = op.shown("self"), op.shown("pad"), op.take("value")
     mode = f", mode={op.shown('mode')}" if "mode" in op.left else ""
@@ -188,12 +197,6 @@ def _collective(node: fx.Node, render: Render) -> Text:
     return Text(text, imports=frozenset({f"collectives.{name}"}))
 
 
-def _fallback(op: Op) -> Text:
-    target: Any = op.node.target
-    name = f"torch.ops.{target.namespace}.{target.overloadpacket.__name__}.{target._overloadname}"
-    return Text(f"{name}({op.rest()})")
-
-
 _WRITERS: dict[Any, _Writer] = {
     aten.linear.default: _function("F.linear"),
     aten.matmul.default: _infix("@", PRODUCT),
@@ -203,6 +206,16 @@ _WRITERS: dict[Any, _Writer] = {
     aten.sub.Tensor: _infix("-", SUM),
     aten.mul.Tensor: _infix("*", PRODUCT),
     aten.div.Tensor: _infix("/", PRODUCT),
+    **dict.fromkeys(
+        (aten.conv1d.default, aten.conv2d.default, aten.conv2d.padding, aten.conv1d.padding, aten.conv3d.default,
+         aten.conv_transpose1d.default, aten.conv_transpose2d.input),
+        convolution,
+    ),
+    **dict.fromkeys((aten.__and__.Tensor, aten.bitwise_and.Tensor, aten.__and__.Scalar), _infix("&", COMPARISON)),
+    **dict.fromkeys((aten.__or__.Tensor, aten.bitwise_or.Tensor, aten.__or__.Scalar), _infix("|", COMPARISON)),
+    **dict.fromkeys((aten.remainder.Scalar, aten.remainder.Tensor), _infix("%", PRODUCT)),
+    **dict.fromkeys((aten.floor_divide.default, aten.floor_divide.Scalar), _infix("//", PRODUCT)),
+    aten.log_sigmoid.default: _function("F.logsigmoid"),
     aten.neg.default: _prefix("-"),
     aten.alias.default: lambda op: op.render(op.take("self")),
     aten.clone.default: _method("clone"),
@@ -217,10 +230,13 @@ _WRITERS: dict[Any, _Writer] = {
     aten.unsqueeze.default: _method("unsqueeze"),
     aten.squeeze.dim: _method("squeeze"),
     aten.t.default: _method("t"),
+    aten.mT.default: lambda op: Text(f"{op.operand(0)}.mT"),
+    aten.numpy_T.default: lambda op: Text(f"{op.operand(0)}.T"),
     aten.slice.Tensor: _slice,
     aten.select.int: _select,
     aten.cat.default: _cat,
     aten.pad.default: _pad,
+    aten.batch_norm.default: _batch_norm,
     aten.layer_norm.default: _norm("layer_norm", eps=1e-5),
     aten.rms_norm.default: _norm("rms_norm", eps=None),
     aten.scaled_dot_product_attention.default: _attention,

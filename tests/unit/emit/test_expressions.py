@@ -58,7 +58,7 @@ COMPUTED: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
         aten.expand.default, (X, [2, 3, 4]), {"implicit": True},
     ),
     "F.layer_norm(x0, (4,), eps=1e-05)": (aten.layer_norm.default, (X, [4], None, None, 1e-5, False), {}),
-    "torch.ops.aten.amax.default(x0, (0,), True)": (aten.amax.default, (X, [0], True), {}),
+    "x0.amax((0,), True)": (aten.amax.default, (X, [0], True), {}),
 }  # fmt: skip
 
 
@@ -78,8 +78,8 @@ FACTORIES: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     "torch.arange(s, dtype=torch.float32, device=x.device)": (aten.arange.default, (S,), {"dtype": torch.float32}),
     "torch.eye(4, dtype=torch.bool, device=x.device)": (aten.eye.default, (4,), {"dtype": torch.bool}),
     "torch.linspace(0, 1, 5, device=x.device)": (aten.linspace.default, (0, 1, 5), {}),
-    "torch.ops.aten.scalar_tensor.default(2, device=x.device)": (aten.scalar_tensor.default, (2,), {}),
-    "torch.ops.aten.zeros_like.default(x0)": (aten.zeros_like.default, (X,), {}),
+    "torch.scalar_tensor(2, device=x.device)": (aten.scalar_tensor.default, (2,), {}),
+    "torch.zeros_like(x0)": (aten.zeros_like.default, (X,), {}),
     'torch.full((s, s), float("-inf"), device=x.device)': (aten.full.default, ((S, S), -torch.inf), {}),
 }
 
