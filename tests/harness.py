@@ -258,7 +258,7 @@ class Reference:
     """What the original model does in training on one process, by original parameter name.
 
     `gradients[k]` are those of step k before clipping, `norms[k]` their total norm; `weights` those after the
-    last step.
+    last step, with the buffers that training changed.
     """
 
     losses: list[float]
@@ -277,13 +277,14 @@ def reference_run(
 ) -> Reference:
     """Train a copy of `model` on `batches`, each a whole global batch of keyword inputs, one step a batch.
 
-    `loss_of(outputs, batch)` takes the loss from the outputs (default: the outputs, their `.loss`, or the
+    `loss_of(outputs, batch)` takes the loss from the outputs (default: the outputs, their `loss`, or the
     first of a tuple). `dtype` converts the copy and the floating inputs first. A float64 model runs under
     `raise_float32`. Parameters without a gradient have zeros in `gradients`. `model` itself stays as it is.
     """
     model = copy.deepcopy(model).to(dtype=dtype) if dtype is not None else copy.deepcopy(model)
     optimizer = optimizer_factory(model.parameters())
     losses, gradients, norms = [], [], []
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     in_double = any(parameter.dtype is torch.float64 for parameter in model.parameters())
     with written_experts(model), raise_float32() if in_double else nullcontext():
         for batch in batches:
@@ -298,12 +299,15 @@ def reference_run(
             norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), limit).item())
             optimizer.step()
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    weights |= {name: b.clone() for name, b in model.named_buffers() if not torch.equal(b, buffers[name])}
     return Reference(losses, gradients, norms, weights)
 
 
 def _loss(outputs: Any) -> Tensor:
     if isinstance(outputs, tuple):
         outputs = outputs[0]
+    if isinstance(outputs, Mapping):
+        outputs = outputs["loss"]
     loss = outputs if isinstance(outputs, Tensor) else outputs.loss
     assert isinstance(loss, Tensor)
     return loss
