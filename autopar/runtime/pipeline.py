@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
@@ -40,13 +41,14 @@ def _accumulate(model: nn.Module, data_parallel: DataParallel, batch: Batch, mic
 
 def _pipeline(model: nn.Module, data_parallel: DataParallel, mesh: Mesh) -> Run:
     settings, index = mesh.settings, mesh.rank("pp")
+    sent = _examples(model, index, mesh) if index < settings.pp - 1 else None
     stage = _Stage(
-        _Submodule(model),
+        _Submodule(model, sent, mesh),
         index,
         settings.pp,
         mesh.device,
         input_args=_examples(model, index - 1, mesh) if index > 0 else (),
-        output_args=_examples(model, index, mesh) if index < settings.pp - 1 else torch.empty((), device="meta"),
+        output_args=torch.empty((), device="meta") if sent is None else sent,
         group=mesh.group("pp"),
     )
     stage.data_parallel = data_parallel
@@ -79,14 +81,63 @@ class _Stage(PipelineStage):
 
 
 class _Submodule(nn.Module):
-    """Hides from PipelineStage that the model is an FSDPModule: it would set the model's flags itself."""
+    """The model, with a check of what it sends on: it must be what the next stage has planned to receive.
 
-    def __init__(self, model: nn.Module) -> None:
+    It also hides from PipelineStage that the model is an FSDPModule: it would set the model's flags itself.
+    """
+
+    def __init__(self, model: nn.Module, sent: Sequence[Tensor] | None, mesh: Mesh) -> None:
         super().__init__()
-        self.model = model
+        self.model, self._sent, self._boundary, self._checked = model, sent, _Boundary(mesh), False
 
     def forward(self, *received: Tensor, **inputs: Tensor) -> Any:
-        return self.model(*received, **inputs)
+        fault = self._boundary.told() if received and not self._checked else ""
+        result = None if fault else self.model(*received, **inputs)
+        if self._sent is not None and not fault:
+            fault = self._boundary.fault(result, self._sent)
+        if fault:
+            if self._sent is not None and not self._checked:
+                self._boundary.tell(fault, self._sent)
+            raise ValueError(fault)
+        self._checked = True
+        return result
+
+
+class _Boundary:
+    """Tells the next stage, which waits to receive, that nothing of use will come: it raises too, and none hangs."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh, self._stage = mesh, mesh.rank("pp")
+        self._store = dist.distributed_c10d._get_default_store()  # private: there is no public way to it
+
+    def fault(self, result: Any, sent: Sequence[Tensor]) -> str:
+        """How what a stage sends differs from what `between_stages` says; "" where it does not."""
+        real = [(list(t.shape), t.dtype) for t in (result if isinstance(result, tuple) else (result,))]
+        planned = [(list(t.shape), t.dtype) for t in sent]
+        if real == planned:
+            return ""
+        return (
+            f"stage {self._stage} sends {_text(real)}, but stage {self._stage + 1} was planned to receive "
+            f"{_text(planned)}: model.py's between_stages and forward must agree"
+        )
+
+    def tell(self, fault: str, sent: Sequence[Tensor]) -> None:
+        """Send what was planned, without meaning, and why."""
+        group = self._mesh.group("pp")
+        peer = dist.get_global_rank(group, self._stage + 1)
+        self._store.set(f"boundary/{peer}", fault)
+        blanks = [torch.zeros(t.shape, dtype=t.dtype, device=self._mesh.device) for t in sent]
+        # As the schedule sends: a single send would be another channel under NCCL.
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, t, peer, group) for t in blanks]):
+            work.wait()
+
+    def told(self) -> str:
+        key = f"boundary/{dist.get_rank()}"
+        return bytes(self._store.get(key)).decode() if self._store.check([key]) else ""
+
+
+def _text(tensors: Sequence[tuple[list[int], torch.dtype]]) -> str:
+    return ", ".join(f"{shape} {str(dtype).removeprefix('torch.')}" for shape, dtype in tensors)
 
 
 def _examples(model: nn.Module, stage: int, mesh: Mesh) -> tuple[Tensor, ...]:

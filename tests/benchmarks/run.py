@@ -12,6 +12,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from datetime import datetime
@@ -23,6 +24,7 @@ from tabulate import tabulate
 
 import autopar
 from examples.gpt import GPTConfig, build
+from tests.benchmarks.titan_style import plan_text
 
 HERE = Path(__file__).parent
 PAIRS = 5
@@ -32,7 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer pairs: does it run at all")
     quick = parser.parse_args().quick
-    rows = [*world_size_one(2 if quick else PAIRS), *planning(1 if quick else 3)]
+    rows = [*world_size_one(2 if quick else PAIRS), *beside_titan(2 if quick else PAIRS), *planning(1 if quick else 3)]
     machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
     report = {"date": datetime.now().isoformat(timespec="seconds"), "machine": machine, "rows": rows}
     folder = HERE / "results"
@@ -83,6 +85,31 @@ def world_size_one(pairs: int) -> list[dict[str, Any]]:
         row("original eager model", tokens / statistics.median(times[0]), "tokens/s", "", None),
         row("emitted program, world size 1", tokens / statistics.median(times[1]), "tokens/s", "", None),
         row("emitted ÷ eager (d 512, 8 layers, s 512)", ratio, "ratio", "≥ 0.95", ratio >= 0.95 * 0.97),
+    ]
+
+
+def beside_titan(pairs: int) -> list[dict[str, Any]]:
+    """dp2·tp2 on four processes against the same model by hand, in torchtitan's manner (titan_style.py)."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "same.py").write_text(plan_text(zero=3))
+        Path(folder, "chosen.py").write_text(plan_text(zero=None))
+        command = [sys.executable, *launch, "tests.benchmarks.titan_style", folder, "--pairs", str(pairs)]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+    report = json.loads(done.stdout.strip().splitlines()[-1])
+    hand, *ours = (report["times"][name] for name in ("by hand", "same", "chosen"))
+    for name in ("same", "chosen"):
+        pairs_of = zip(report["losses"]["by hand"], report["losses"][name], strict=True)
+        assert all(abs(a - b) <= 1e-5 * abs(a) for a, b in pairs_of), report["losses"]
+    same, chosen = (statistics.median(a / b for a, b in zip(hand, mine, strict=True)) for mine in ours)
+    speeds = [report["tokens"] / statistics.median(seconds) for seconds in (hand, *ours)]
+    return [
+        row("dp2·tp2 by hand, torchtitan's manner (Llama)", speeds[0], "tokens/s", "", None),
+        row("dp2·tp2 emitted, the same layout and ZeRO-3", speeds[1], "tokens/s", "", None),
+        row("dp2·tp2 emitted, ZeRO stage and layout searched", speeds[2], "tokens/s", "", None),
+        row("emitted ÷ by hand, same layout (d 512, 8 layers, s 512)", same, "ratio", "≥ 1.0", same >= 0.97),
+        row("emitted ÷ by hand, searched", chosen, "ratio", "≥ 1.0", chosen >= 0.97),
     ]
 
 

@@ -330,8 +330,8 @@ def test_verify_a_program_that_is_not_edited(program: Path, capsys: pytest.Captu
     assert "computes what the original computes (2 steps in fp64 on 2 processes, against the original model" in printed
 
 
-GELU = 'F.gelu(c_fc, approximate="tanh")'
-AS_GELU = "0.5 * c_fc * (1 + torch.tanh(0.7978845608028654 * (c_fc + 0.044715 * c_fc**3)))"
+GELU = 'F.gelu(h, approximate="tanh")'
+AS_GELU = "0.5 * h * (1 + torch.tanh(0.7978845608028654 * (h + 0.044715 * h**3)))"
 
 
 @pytest.mark.slow
@@ -339,7 +339,7 @@ def test_verify_an_edit_that_changes_nothing(program: Path, capsys: pytest.Captu
     edit(program, GELU, AS_GELU)
     assert run("verify", "program", "--steps", "2") == 0
     printed = capsys.readouterr().out
-    assert "model.py: Block.forward" in printed and f"+        c_fc = {AS_GELU}" in printed
+    assert "model.py: Block.forward" in printed and f"+        h = {AS_GELU}" in printed
     assert "the edit does not change what is computed" in printed
 
 
@@ -347,7 +347,7 @@ def test_verify_an_edit_that_changes_the_activation(
     program: Path, tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With the model, and without it: then beside the program as it was written."""
-    line = edit(program, GELU, "F.silu(c_fc)")
+    line = edit(program, GELU, "F.silu(h)")
     for against in ("the original model on one process", "the program as written (the model cannot be built here"):
         assert run("verify", "program", "--steps", "2") == 1
         printed = capsys.readouterr().out
@@ -360,11 +360,11 @@ def test_verify_an_edit_that_changes_the_activation(
 
 
 def test_verify_an_edit_that_does_not_run(program: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = edit(program, "F.gelu(c_fc,", "F.gelu(c_fcc,")
+    line = edit(program, "F.gelu(h,", "F.gelu(hh,")
     said = refusal(capsys, "verify", "program", "--steps", "1")
     assert "model.py: Block.forward" in said
-    assert f"model.py:{line}, in forward:" in said and "NameError: name 'c_fcc' is not defined" in said
-    edit(program, "F.gelu(c_fcc,", "F.gelu(c_fc,")
+    assert f"model.py:{line}, in forward:" in said and "NameError: name 'hh' is not defined" in said
+    edit(program, "F.gelu(hh,", "F.gelu(h,")
     edit(program, '"mlp.c_fc.bias", (128,)', '"mlp.c_fc.bias", (64,)')
     said = refusal(capsys, "verify", "program", "--steps", "1")
     assert "Block.__init__" in said and "mlp.c_fc.bias has shape [64], and its values [128]" in said
