@@ -29,17 +29,17 @@ _TYPED_FROM, _CONVERTED_FROM = "shard_parameters", "insert_conversions"
 _DATA_CONVERTED_FROM = "insert_data_conversions"
 
 
-def prepare(model: nn.Module, inputs: Mapping[str, Any], precision: str) -> Program:
+def prepare(model: nn.Module, inputs: Mapping[str, Any], precision: str, batch_norm: str = "refuse") -> Program:
     """Trace a model in the compute dtype, run PREPARE, and cut it into layers."""
     try:
-        return _layers(model, inputs, precision, fold=True)
+        return _layers(model, inputs, precision, batch_norm, fold=True)
     except NotRepeatedError:
-        return _layers(model, inputs, precision, fold=False)
+        return _layers(model, inputs, precision, batch_norm, fold=False)
 
 
-def _layers(model: nn.Module, inputs: Mapping[str, Any], precision: str, fold: bool) -> Program:
+def _layers(model: nn.Module, inputs: Mapping[str, Any], precision: str, batch_norm: str, fold: bool) -> Program:
     with traceable(model, inputs):
-        program = trace(model, inputs, DTYPES[precision], fold)
+        program = trace(model, inputs, DTYPES[precision], fold, batch_norm)
     for step in PREPARE:
         program = step.apply(program, None)
     return split_layers(program, class_names(model))

@@ -42,6 +42,7 @@ class Job:
     precision: str
     optimizer: Optimizer
     notes: tuple[str, ...]
+    batch_norm: str = "refuse"
     loss: Loss | None = None  # which `model` has, and a model that `factory` builds has not
 
     @property
@@ -61,6 +62,7 @@ def make_job(
     global_batch: int | None,
     optimizer: OptimizerLike,
     precision: str | None,
+    batch_norm: str,
 ) -> Job:
     """Check what was asked; raises PlanError naming what is wrong and the way out."""
     notes: list[str] = []
@@ -70,6 +72,8 @@ def make_job(
     precision = precision or ("fp32" if cluster.gpu == "cpu" else "bf16")
     if precision not in PRECISIONS:
         raise PlanError(f"precision={precision!r}: use one of {', '.join(PRECISIONS)}")
+    if batch_norm not in ("refuse", "synchronise"):
+        raise PlanError(f"batch_norm={batch_norm!r}: use 'refuse' or 'synchronise'")
     chosen_optimizer = read_optimizer(module, optimizer)
     sequence = _sequence(module, inputs, sequence, notes)
     if inputs is None:
@@ -81,7 +85,7 @@ def make_job(
         notes.append(f"global_batch={global_batch} (8 a GPU)")
     return Job(
         module, factory, inputs, cluster, global_batch, sequence, read_memory(memory), precision, chosen_optimizer,
-        tuple(notes), loss,
+        tuple(notes), batch_norm, loss,
     )  # fmt: skip
 
 

@@ -27,9 +27,9 @@ VOCABULARY = 97  # of the small models; odd, so that its shards are uneven
 
 
 def prepare(model: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype = torch.float64) -> Program:
-    """The program of one block, traced and run through PREPARE."""
+    """The program of one block, traced and run through PREPARE; batch norm synchronised."""
     with traceable(model, inputs):
-        program = trace(model, inputs, dtype)
+        program = trace(model, inputs, dtype, batch_norm="synchronise")
     for step in PREPARE:
         program = step.apply(program, None)
     return program

@@ -17,9 +17,10 @@ from ..errors import PlanError
 from ..ir.custom import ACTIVATIONS, EXPERTS, OPAQUE
 from ..ir.graph import arguments, info, node_inputs
 from ..ir.ops import is_collective
+from .losses import LOSSES, REDUCTIONS
 from .op import Op
-from .public_names import by_full_name, by_name, convolution
 from .opaque import opaque_call
+from .public_names import by_full_name, by_name, convolution
 from .text import ATOM, COMPARISON, PRODUCT, SUM, UNARY, Render, Text, literal, size_text
 
 aten = torch.ops.aten
@@ -122,14 +123,19 @@ def _norm(name: str, eps: float | None) -> _Writer:
 
 
 def _attention(op: Op) -> Text:
-    qkv = ", ".join(op.shown(name) for name in ("query", "key", "value"))
+    q, k, v = (op.shown(name) for name in ("query", "key", "value"))
+    imports: frozenset[str] = frozenset()
+    if op.splits(0, 1) and not op.splits(1, 1):  # fewer K/V heads than ranks
+        k, v = (f'head_of({x}, axis="tp")' for x in (k, v))
+        imports = frozenset({"heads.head_of"})
+    qkv = f"{q}, {k}, {v}"
     random = bool(op.given.get("dropout_p"))
     names = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     given = "".join(f", {name}={op.shown(name)}" for name in names if name in op.left)
     if random:
         text = f"attention({qkv}{given}, training={op.training}{op.shards})"
-        return Text(text, imports=frozenset({"random.attention"}))
-    return Text(f"F.scaled_dot_product_attention({qkv}{given})")
+        return Text(text, imports=imports | {"random.attention"})
+    return Text(f"F.scaled_dot_product_attention({qkv}{given})", imports=imports)
 
 
 def _dropout(op: Op) -> Text:
@@ -157,14 +163,15 @@ def _embedding(op: Op) -> Text:
 def _cross_entropy(op: Op) -> Text:
     logits, target = op.shown("self"), op.shown("target")
     ignored = f", ignore_index={op.shown('ignore_index')}" if "ignore_index" in op.left else ""
-    reduction = ("none", "mean", "sum")[op.take("reduction", 1)]
+    reduction = REDUCTIONS[op.take("reduction", 1)]
     if op.splits(0, 1):
         assert reduction == "sum" and not op.left, "normalize_loss refuses the others"
         classes = size_text(info(node_inputs(op.node)[0]).shape[1])
         text = f'cross_entropy({logits}, {target}, size={classes}, axis="tp"{ignored})'
         return Text(text, imports=frozenset({"loss.cross_entropy"}))
     shown = f', reduction="{reduction}"' if reduction != "mean" else ""
-    return Text(f"F.cross_entropy({logits}, {target}{ignored}{shown})")
+    more = "".join(f", {name}={op.shown(name)}" for name in ("weight", "label_smoothing") if name in op.left)
+    return Text(f"F.cross_entropy({logits}, {target}{more}{ignored}{shown})")
 
 
 def _experts(op: Op) -> Text:
@@ -174,6 +181,7 @@ def _experts(op: Op) -> Text:
 
 def _batch_norm(op: Op) -> Text:
     """With the statistics of its samples: those of all replicas, by the runtime."""
+    op.take("cudnn_enabled")
     if not op.take("training"):
         return by_name(op)
     given = [op.shown(a) for a in ("input", "weight", "bias", "running_mean", "running_var", "momentum", "eps")]
@@ -243,6 +251,7 @@ _WRITERS: dict[Any, _Writer] = {
     aten.dropout.default: _dropout,
     aten.embedding.default: _embedding,
     aten.cross_entropy_loss.default: _cross_entropy,
+    **LOSSES,
     EXPERTS: _experts,
     OPAQUE: opaque_call,
     aten.silu.default: _function("F.silu"),

@@ -13,7 +13,8 @@ from ..ir.ops import COLLECTIVES
 _GLOBALS = frozenset({
     "torch", "nn", "F", "checkpoint", "Settings", "Model", "count_targets",
     "SETTINGS", "LAYERS", "TIED", "RECOMPUTE", "PARTS", "UNUSED", "PARAMETER_GROUPS",
-    "parameter", "buffer", "tie", "submodule", "local", "summed", "embedding", "cross_entropy", "dropout", "attention",
+    "parameter", "buffer", "tie", "submodule", "local", "summed", "statistics",
+    "embedding", "cross_entropy", "batch_norm", "dropout", "attention",
     "PATHS", "rotate", "range", "super", "staticmethod", "max", "min", "float", *COLLECTIVES,
 })  # fmt: skip
 _RESERVED = _GLOBALS | {"b", "s", "device", "self", "received", "layer", "i"}

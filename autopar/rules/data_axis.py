@@ -21,6 +21,7 @@ from ..ir.ops import COLLECTIVES, convert, is_collective
 from ..placement import CONVERSIONS, GRAD_PARTIAL, PARTIAL, REPLICATE, Kind, Placement, Shard, Strategy, conversion
 from ..plan import Plan
 from . import Axis, Rule, has_rule, rule_of, strategies
+from .losses import option
 from .rows import Rows, rows_of_cat, rows_of_reshape
 from .where import error, where
 
@@ -172,6 +173,9 @@ class _Typing:
         placements = [t.placement for t in given]
         moved = _moved_rows(node, given)
         options = [moved] if moved else self._options(node)
+        if is_batch_statistic(node):
+            options = [(_synchronised(node), None)]
+            self._note(block, node)
         costs = [(self._cost(node, placements, strategy), i) for i, (strategy, _) in enumerate(options)]
         priced = [(cost, i) for cost, i in costs if cost is not None]
         if not priced or not moved and not _same_rows(given):
@@ -224,8 +228,20 @@ class _Typing:
             return None
         block, node = self.first_conversion
         problem = "needs numbers of the whole batch, which micro-batches do not exchange"
-        short = f"loss couples samples at {where(node)}"
+        coupled = "batch norm" if is_batch_statistic(node) else "loss"
+        short = f"{coupled} couples samples at {where(node)}"
         return Coupling(short, str(error(block, node, problem)), replicas=True)
+
+
+def is_batch_statistic(node: fx.Node) -> bool:
+    """A batch norm that takes mean and variance from its samples: the emitted one does so over all replicas."""
+    return node.target is aten.batch_norm.default and bool(option(node, "training"))
+
+
+def _synchronised(node: fx.Node) -> Strategy:
+    x, *others = node_inputs(node)
+    shared = (GRAD_PARTIAL if info(n).requires_grad else REPLICATE for n in others)
+    return Strategy((Shard(0), *shared), Shard(0))
 
 
 def ends(node: fx.Node) -> tuple[Kind, Kind, str]:

@@ -26,11 +26,12 @@ def _norm(node: fx.Node) -> Rule:
 
 
 def _batch_norm(node: fx.Node) -> Rule:
-    """`x[b c *d] w[c] -> y[b c *d]`: statistics over samples and places, which stay whole, unless they are given."""
+    """`x[b c *d] w[c] -> y[b c *d]`, unless it takes its statistics from its samples: whole then, also the channels,
+    for each rank updates the running statistics. (On dp the op itself sums them: see data_axis.)"""
     x, *others = node_inputs(node)
     rank = len(info(x).shape)
     dims = tuple("c" if i == 1 else f"d{i}" for i in range(rank))
-    whole = frozenset(dims) - {"c"} if option(node, "training") else frozenset()
+    whole = frozenset(dims) if option(node, "training") else frozenset()
     return Rule((dims, *(("c",) for _ in others)), dims, whole=whole, saves=(0,))
 
 

@@ -5,7 +5,7 @@ Keys: `model.<original name>` (tied parameters once), `optimizer.<parameter name
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -26,9 +26,16 @@ def full(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def save(folder: Path, parameters: Parameters, optimizer: Optimizer, names: Names, step: int) -> None:
+def save(
+    folder: Path,
+    parameters: Parameters,
+    optimizer: Optimizer,
+    names: Names,
+    step: int,
+    statistics: Mapping[str, Tensor],
+) -> None:
     """Every rank calls; each writes its own parts."""
-    model = {names.original(n): p.detach() for n, p in parameters.items() if n not in names.parts}
+    model = {names.original(n): p.detach() for n, p in parameters.items() if n not in names.parts} | {**statistics}
     model |= names.join({n: full(p) for n, p in parameters.items() if n in names.parts})
     states = {f"{names.original(n)}.{key}": value for n in parameters for key, value in optimizer.states(n).items()}
     write_checkpoint({"model": model, "optimizer": states, "step": torch.tensor(step)}, checkpoint_id=folder)
@@ -51,14 +58,17 @@ def resumed_values(folder: Path, names: Names, program: Path) -> Value:
     return value
 
 
-def load(folder: Path, parameters: Parameters, optimizer: Optimizer, names: Names) -> int:
-    """Fill parameters and optimizer state in place from a checkpoint of any plan; returns its step.
+def load(
+    folder: Path, parameters: Parameters, optimizer: Optimizer, names: Names, statistics: Mapping[str, Tensor]
+) -> int:
+    """Fill parameters, optimizer state and statistics in place from a checkpoint of any plan; returns its step.
 
     Every rank calls; each reads its own parts. Optimizer state that is not there starts anew.
     """
     keys = FileSystemReader(folder).read_metadata().state_dict_metadata
     kept = {names.original(n): n for n in reversed(parameters)}  # of tied copies the first is read
     model = {original: parameters[n].detach() for original, n in kept.items() if n not in names.parts}
+    model |= statistics
     states = {n: _empty_states(f"optimizer.{original}.", parameters[n], keys) for original, n in kept.items()}
     flat = {f"{names.original(n)}.{key}": value for n, own in states.items() for key, value in own.items()}
     step = torch.tensor(0)

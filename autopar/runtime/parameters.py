@@ -6,6 +6,7 @@ Parameters are declared on the meta device: as DTensors over the tp axis where i
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,13 +34,13 @@ def parameter(module: nn.Module, name: str, shape: Shape, shard: int | None = No
     value = torch.empty(shape, dtype=STORAGE_DTYPE[mesh.settings.precision], device="meta")
     if mesh.size("tp") > 1:
         value = _distribute(value, Replicate() if shard is None else Shard(shard))
-    owner, leaf = _owner(module, name)
+    owner, leaf = owner_of(module, name)
     owner.register_parameter(leaf, nn.Parameter(value, not frozen))
 
 
 def buffer(module: nn.Module, name: str, shape: Shape, dtype: torch.dtype) -> None:
     """Declare a non-persistent buffer, whole on every rank and in its own dtype whatever the precision."""
-    owner, leaf = _owner(module, name)
+    owner, leaf = owner_of(module, name)
     owner.register_buffer(leaf, torch.empty(shape, dtype=dtype, device="meta"), persistent=False)
 
 
@@ -48,7 +49,7 @@ def tie(module: nn.Module, name: str, other: str, shape: Shape, shard: int | Non
     tied = dict(module.named_parameters(remove_duplicate=False)).get(other)
     if tied is None:
         return parameter(module, name, shape, shard, frozen)
-    owner, leaf = _owner(module, name)
+    owner, leaf = owner_of(module, name)
     owner.register_parameter(leaf, tied)
 
 
@@ -78,7 +79,7 @@ def materialise(module: nn.Module, prefix: str, value: Value) -> None:
         for leaf, b in list(owner.named_buffers(recurse=False)):
             if b.device.type == "meta":
                 filled = value(dot + leaf, b.shape).to(device=current().device, dtype=b.dtype, copy=True)
-                owner.register_buffer(leaf, filled, persistent=False)
+                setattr(owner, leaf, filled)  # it stays persistent or not
 
 
 def _filled(p: Tensor, value: Tensor, name: str) -> Tensor:
@@ -104,18 +105,25 @@ def _distribute(value: Tensor, placement: Placement, dtype: torch.dtype | None =
     return DTensor.from_local(part, tp, [placement], run_check=False, shape=value.shape, stride=stride)
 
 
-def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+class Container(nn.Module):
+    """A module on the path of a parameter or layer, nothing else; `self.layers[3]` is what it has under "3"."""
+
+    def __getitem__(self, index: int) -> Any:
+        return getattr(self, str(index))
+
+
+def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     """The container of a dotted name, made where it is missing, and the last part of the name."""
     *path, leaf = name.split(".")
     for part in path:
         if not hasattr(module, part):
-            module.add_module(part, nn.Module())
+            module.add_module(part, Container())
         module = module.get_submodule(part)
     return module, leaf
 
 
 def submodule(module: nn.Module, path: str, child: nn.Module) -> None:
     """Put `child` at a dotted path, unless it is there already (a layer object that the model uses twice)."""
-    owner, leaf = _owner(module, path)
+    owner, leaf = owner_of(module, path)
     if not hasattr(owner, leaf):
         owner.add_module(leaf, child)

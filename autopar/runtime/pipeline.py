@@ -15,6 +15,7 @@ from .mesh import Mesh
 
 Batch = Mapping[str, Tensor]
 Run = Callable[[Batch], Tensor]  # a step's local batch → this rank's share of the loss; leaves gradients
+_PREFIX = "input_"  # a model's own input may be called `target`, as an argument of torch's schedules is
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
 
@@ -60,7 +61,8 @@ def _pipeline(model: nn.Module, data_parallel: DataParallel, mesh: Mesh) -> Run:
     def run(batch: Batch) -> Tensor:
         losses: list[Tensor] = []
         unused_target = torch.empty(settings.accumulation)
-        schedule.step(target=unused_target, losses=losses, return_outputs=False, **dict[str, Any](batch))
+        inputs: dict[str, Any] = {f"{_PREFIX}{name}": x for name, x in batch.items()}
+        schedule.step(target=unused_target, losses=losses, return_outputs=False, **inputs)
         zero = torch.zeros((), device=mesh.device)
         return torch.stack([loss.detach() for loss in losses]).sum() if stage.is_last else zero
 
@@ -92,7 +94,8 @@ class _Submodule(nn.Module):
 
     def forward(self, *received: Tensor, **inputs: Tensor) -> Any:
         fault = self._boundary.told() if received and not self._checked else ""
-        result = None if fault else self.model(*received, **inputs)
+        own = {name.removeprefix(_PREFIX): x for name, x in inputs.items()}
+        result = None if fault else self.model(*received, **own)
         if self._sent is not None and not fault:
             fault = self._boundary.fault(result, self._sent)
         if fault:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from . import checkpoint
 from .data_parallel import distribute
 from .mesh import init_mesh
+from .norm import kept_buffers, update_statistics
 from .optimizer import Optimizer, Tied, clip_gradients, square_sum
 from .parameters import Shape, Value, materialise, parameter
 from .pipeline import Batch, make_run
@@ -62,6 +63,7 @@ class Trainer:
         value = self.names.value(values)
         self.data_parallel = distribute(self.model, program.LAYERS, value, self.mesh)
         self.parameters = dict(self.model.named_parameters()) | self._unused(getattr(program, "UNUSED", ()), value)
+        self.statistics = kept_buffers(self.model)
         self.tied = Tied(program.TIED, self.parameters, self.mesh)
         options = settings.optimizer_kwargs | ({} if lr is None else {"lr": lr})
         groups = getattr(program, "PARAMETER_GROUPS", ())
@@ -69,7 +71,7 @@ class Trainer:
         self._run = make_run(self.model, self.data_parallel, self.mesh)
         self._count_targets = getattr(program, "count_targets", None)
         if saved:
-            self.steps = checkpoint.load(saved, self.parameters, self.optimizer, self.names)
+            self.steps = checkpoint.load(saved, self.parameters, self.optimizer, self.names, self.statistics)
 
     def step(self, batch: Batch) -> StepResult:
         """Train on this replica's samples of one global batch: [global_batch / dp, ...] a tensor.
@@ -86,6 +88,7 @@ class Trainer:
         if self.clip is not None:
             clip_gradients(self.parameters.values(), result.grad_norm, self.clip)
         self.optimizer.step()
+        update_statistics(self.model)
         self.steps += 1
         return result
 
@@ -97,12 +100,15 @@ class Trainer:
         return self._whole({name: p.grad for name, p in self.parameters.items() if p.grad is not None})
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The whole parameters of this stage by original name; every rank of the stage calls."""
-        return self._whole(self.parameters)
+        """The whole parameters of this stage, and statistics that training changes, by original name.
+
+        Every rank of the stage calls.
+        """
+        return self._whole({**self.parameters, **self.statistics})
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint that any plan can resume; every rank calls."""
-        checkpoint.save(folder, self.parameters, self.optimizer, self.names, self.steps)
+        checkpoint.save(folder, self.parameters, self.optimizer, self.names, self.steps, self.statistics)
 
     def _whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return self.names.join({self.names.original(name): checkpoint.full(t) for name, t in tensors.items()})

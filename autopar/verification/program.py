@@ -45,7 +45,7 @@ def verify_plan(job: Job, plan: Plan, steps: int) -> Parity:
     model, plan, note = small_enough(job, plan)
     plan = replace(plan, precision="fp64")
     model = copy.deepcopy(model).double().train()
-    program, dropped = _without_dropout(prepare(model, job.inputs, "fp64"))
+    program, dropped = _without_dropout(prepare(model, job.inputs, "fp64", job.batch_norm))
     notes = [note] * bool(note) + ["dropout set to 0 on both sides"] * dropped
     source = model_source(compile_program(program, plan), plan, Predicted())
     batches = [random_batch(inputs_of(program), plan.global_batch, plan.sequence, seed) for seed in range(steps)]

@@ -1,0 +1,35 @@
+"""Losses as calls of torch.nn.functional: options by name, the reduction in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from .op import Op
+from .text import Text
+
+aten = torch.ops.aten
+
+REDUCTIONS = ("none", "mean", "sum")
+
+
+def _loss(name: str) -> Callable[[Op], Text]:
+    def write(op: Op) -> Text:
+        operands = [op.shown(argument.name) for argument in op.schema[:2]]
+        reduction = REDUCTIONS[op.take("reduction", 1)]
+        options = [f"{option}={op.shown(option)}" for option in list(op.left)]
+        options += [f'reduction="{reduction}"'] if reduction != "mean" else []
+        return Text(f"F.{name}({', '.join([*operands, *options])})")
+
+    return write
+
+
+LOSSES = {
+    aten.nll_loss_nd.default: _loss("nll_loss"),
+    **{
+        getattr(aten, name).default: _loss(name)
+        for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "kl_div",
+                     "binary_cross_entropy_with_logits", "soft_margin_loss")
+    },
+}  # fmt: skip
