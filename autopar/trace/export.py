@@ -8,10 +8,8 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping
-from itertools import product
 from typing import Any
 
-import sympy
 import torch
 from torch import nn
 from torch.export import Dim
@@ -22,11 +20,20 @@ from . import repeats
 from .importer import Importer
 from .literals import Literals
 from .opaque import Opaque
-from .signature import check_inputs, keywords
+from .signature import check_inputs
+from .sizes import check_sizes
 from .source import place_of_error
 
 _MAX_SEQUENCE = 1 << 20
-_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 16, 17, 100, 128, 1000, 4096, 4099)  # on which assertions are tried
+_BRANCH = "a branch on tensor values cannot be traced: use torch.where there"
+_WAYS_OUT = (  # (what torch says, what to do), the first that is found
+    ("unbacked", "a shape that depends on values cannot be traced: keep the shape and mask (torch.where, x * mask)"),
+    ("data-dependent", _BRANCH),
+    ("DataDependent", _BRANCH),
+    ("specializ", "the model fixes its batch or sequence size there: derive it from the input's shape"),
+    ("Constraints violated", "the model fixes its batch or sequence size there: derive it from the input's shape"),
+    ("not on the expected device", "tensors that forward makes must be on its input's device: device=x.device"),
+)
 
 
 def trace(
@@ -94,8 +101,7 @@ def _example(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[
 def _export(model: nn.Module, example: dict[str, Any], dims: dict[str, dict[int, str]]) -> torch.export.ExportedProgram:
     """Export with named dynamic dims, narrowing the sequence range to what the model allows."""
     low, high, deferred = 2, _MAX_SEQUENCE, False
-    bound = _buffer_length(model, example, dims)
-    for _ in range(5):
+    for _ in range(4):
         symbols = {"b": Dim("b", min=1), "s": Dim("s", min=low, max=high)}
         shapes = {
             name: {d: symbols[kind] for d, kind in dims[name].items()} if name in dims else None for name in example
@@ -107,16 +113,14 @@ def _export(model: nn.Module, example: dict[str, Any], dims: dict[str, dict[int,
                     prefer_deferred_runtime_asserts_over_guards=deferred,
                 )  # fmt: skip
             if deferred:
-                _check_asserts(exported, dims)
+                check_sizes(exported, dims, lambda length: _at_length(model, example, dims, length))
             return exported
         except torch._dynamo.exc.UserError as error:  # private path, public class: the only error export documents
             fix = re.search(r"s = Dim\('s'(?:, min=(\d+))?(?:, max=(\d+))?\)", str(error))
             if fix:
                 low, high = int(fix[1] or low), int(fix[2] or high)
-            elif "satisfy the generated guard" in str(error) and bound is not None:
-                high, bound = bound, None  # a mask or table that is cut to the sequence
             elif "satisfy the generated guard" in str(error) and not deferred:
-                high, deferred = _MAX_SEQUENCE, True  # torch's own guards, which hold for all sizes but which it cannot prove
+                deferred = True  # torch's own guards, which hold for all sizes but which it cannot prove
             else:
                 raise TraceError(_explain(error, model)) from error
         except (repeats.NotRepeatedError, TraceError):
@@ -126,43 +130,21 @@ def _export(model: nn.Module, example: dict[str, Any], dims: dict[str, dict[int,
     raise TraceError(f"no range of sequence lengths could be found for the model (last tried {low}…{high})")
 
 
-def _buffer_length(model: nn.Module, example: dict[str, Any], dims: dict[str, dict[int, str]]) -> int | None:
-    """The shortest buffer that the example's sequence fits in: how far the model may be made for."""
-    lengths = [example[name].shape[dim] for name, of in dims.items() for dim, kind in of.items() if kind == "s"]
-    sizes = [size for buffer in model.buffers() for size in buffer.shape if lengths and size >= max(2, *lengths)]
-    return min(sizes, default=None)
-
-
-def _check_asserts(exported: torch.export.ExportedProgram, dims: dict[str, dict[int, str]]) -> None:
-    """TraceError where the trace holds for some sizes only: each assertion is tried on many."""
-    inputs = keywords(exported)
-    names = {
-        node.meta["val"].shape[dim].node.expr: sympy.Symbol(kind)
-        for node in exported.graph.nodes
-        for dim, kind in (dims.get(inputs.get(node.name, ""), {}) if node.op == "placeholder" else {}).items()
-    }
-    for node in exported.graph.nodes:
-        condition = node.meta.get("val")
-        if not isinstance(condition, torch.SymBool):
-            continue
-        expression = condition.node.expr
-        symbols = sorted(expression.free_symbols, key=str)
-        ranges = [exported.range_constraints[symbol] for symbol in symbols]
-        for sizes in product(*([n for n in _SIZES if r.lower <= n <= r.upper] for r in ranges)):
-            if expression.subs(dict(zip(symbols, sizes, strict=True))) != sympy.true:
-                tried = ", ".join(f"{names.get(s, s)}={n}" for s, n in zip(symbols, sizes, strict=True))
-                raise TraceError(
-                    f"tracing failed: the model fixes its batch or sequence size: it was traced where "
-                    f"{expression.subs(names)}, which is not so for {tried}: derive it from the input's shape"
-                )
+def _at_length(
+    model: nn.Module, example: dict[str, Any], dims: dict[str, dict[int, str]], length: int
+) -> torch.export.ExportedProgram:
+    """The export for one sequence length."""
+    batch = {name: {d: kind for d, kind in of.items() if kind == "b"} for name, of in dims.items()}
+    resized = dict(example)
+    for name, of in dims.items():
+        shape = [length if of.get(d) == "s" else n for d, n in enumerate(example[name].shape)]
+        resized[name] = torch.empty(shape, dtype=example[name].dtype, device="meta")
+    return _export(model, resized, batch)
 
 
 def _explain(error: Exception, model: nn.Module) -> str:
     """One message with the user's own lines, and the way out."""
-    text = str(error).strip().split("\n\n")[0]
-    hint = ""
-    if "data-dependent" in str(error) or "DataDependent" in type(error).__name__:
-        hint = "; a branch on tensor values cannot be traced: use torch.where or torch.cond there"
-    elif "specializ" in str(error) or "Constraints violated" in str(error):
-        hint = "; the model fixes its batch or sequence size there: derive it from the input's shape"
+    said = str(error)
+    text = said.strip().split("\n\n")[0]
+    hint = next((f": {way_out}" for symptom, way_out in _WAYS_OUT if symptom in f"{type(error).__name__} {said}"), "")
     return f"tracing failed{place_of_error(error, model)}: {type(error).__name__}: {text}{hint}"

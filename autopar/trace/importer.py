@@ -29,7 +29,8 @@ from ..ir.graph import (
 from .inline import inline_regions
 from .inplace import Memory, mutates, written
 from .signature import keywords, loss_of
-from .source import module_path, place, source_line
+from .sizes import check_known
+from .source import excerpt, module_path, place, source_line
 
 _MAX_SEQUENCE = 1 << 20
 # Where the trace ran and how it laid out constants: the emitter writes the block's own device.
@@ -160,6 +161,7 @@ class Importer:
 
     def _call(self, node: fx.Node) -> None:
         value = node.meta.get("val")
+        check_known(node)
         if isinstance(value, torch.SymInt | torch.SymFloat | int | float):
             self.memory.define(node, self._expr(value) if isinstance(value, torch.SymInt | int) else self._float(node))
             return
@@ -174,7 +176,9 @@ class Importer:
         """An exported op as one of ours."""
         target: Any = node.target
         if isinstance(target, torch._ops.HigherOrderOperator):  # no public name; torch.cond is one
-            raise TraceError(f"{target.__name__}{place(node)} has branches of its own: use torch.where there")
+            raise TraceError(
+                f"{target.__name__}{place(node)} has branches of its own: use torch.where there{excerpt(node)}"
+            )
         if target in _STATISTICS:
             self._running_statistics(node)
         new = self.graph.call_function(target, *self._operands(node))
@@ -213,7 +217,7 @@ class Importer:
             raise TraceError(
                 f"forward changes the buffer {buffer}{place(node)}: micro-batches and recompute would change it "
                 "several times a step, and each GPU sees other samples. Use group or layer norm, or parallelize(…, "
-                "batch_norm='synchronise'): statistics of the micro-batch on all GPUs"
+                f"batch_norm='synchronise'): statistics of the micro-batch on all GPUs{excerpt(node)}"
             )
         self.mutated[buffer] = None
 

@@ -12,7 +12,7 @@ from torch import fx
 
 from ..errors import TraceError
 from ..ir.graph import arguments, op_name
-from .source import place
+from .source import excerpt, place
 
 aten = torch.ops.aten
 _GRADIENTS, _AUTOCAST = "wrap_with_set_grad_enabled", "wrap_with_autocast"
@@ -32,11 +32,11 @@ def inline_regions(module: fx.GraphModule) -> None:
         else:
             device, dtype, enabled, _, region, *operands = arguments(node)
             if enabled:
-                at = place(_first(module, region))
+                first = _first(module, region)
                 raise TraceError(
-                    f"torch.autocast({device!r}, dtype={dtype}) is switched on inside forward{at}: its casts "
+                    f"torch.autocast({device!r}, dtype={dtype}) is switched on inside forward{place(first)}: its casts "
                     "depend on the device. Leave it out and choose precision=, with explicit .float() "
-                    "or .to(dtype) where a part needs another dtype"
+                    f"or .to(dtype) where a part needs another dtype{excerpt(first)}"
                 )
         detached = op_name(node) == _GRADIENTS and not enabled
         inner = getattr(module, region.target)

@@ -19,7 +19,7 @@ from torch import fx
 from ..errors import TraceError
 from ..ir.build import call
 from ..ir.graph import NodeInfo, Role, info, op_name
-from .source import place
+from .source import excerpt, place
 
 aten = torch.ops.aten
 _END = (1 << 63) - 1
@@ -238,5 +238,5 @@ def _refusal(node: fx.Node, what: str) -> TraceError:
     out_of_place = name.removesuffix("_")
     return TraceError(
         f"the in-place op {name}{place(node)} changes {what}: "
-        f"write it out of place there (x = x.{out_of_place}(…), torch.where, torch.cat)"
+        f"write it out of place there (x = x.{out_of_place}(…), torch.where, torch.cat){excerpt(node)}"
     )

@@ -31,7 +31,7 @@ from ..runtime.opaque import OpaqueModule
 from .lists import layer_path
 from .moe import written_experts
 from .repeats import structure
-from .source import module_path, place
+from .source import excerpt, module_path, place
 from .trial import Returned, Taken, Trial
 
 _MOST = 20  # kinds of submodule that one model may need
@@ -75,6 +75,7 @@ class Opaque:
 
     def export(self, run: Callable[[], Any]) -> Any:
         """What `run` exports, once every submodule that it fails in is kept whole."""
+        why: TraceError | None = None  # the first submodule cannot be traced
         for _ in range(_MOST):
             try:
                 with _custom_functions_refused(), _quiet():
@@ -82,8 +83,12 @@ class Opaque:
                 _check_sizes(exported)
                 return exported
             except _UnknownError as call:
-                self._try_out(call)
+                try:
+                    self._try_out(call)
+                except TraceError as error:
+                    raise TraceError(f"{error}. {why}" if why else str(error)) from error
             except TraceError as error:
+                why = why or error
                 path = self._failed_in(error)
                 if path is None or not self._enclose(path):
                     raise
@@ -229,7 +234,11 @@ def _check_sizes(exported: Any) -> None:
     for node in exported.graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, Tensor) and free_unbacked_symbols(value):
-            raise _InsideError(f"the sizes of {node.name}{place(node)} depend on values", module_path(node))
+            raise _InsideError(
+                f"The sizes of {node.name}{place(node)} depend on values: keep the shape and mask "
+                f"(torch.where, x * mask){excerpt(node)}",
+                module_path(node),
+            )
 
 
 class _WithoutGraphs(io.TextIOBase):

@@ -6,7 +6,6 @@ import linecache
 import os
 import re
 from pathlib import Path
-from types import FrameType
 
 import torch
 from torch import fx, nn
@@ -18,7 +17,7 @@ NOT_THE_USERS = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__
 def source_line(stack_trace: str | None) -> str:
     """The innermost user line of a recorded stack trace, as file:line."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', stack_trace or "")
-    own = [f for f in frames if not f[0].startswith(NOT_THE_USERS)] or frames
+    own = [f for f in frames if not f[0].startswith((*NOT_THE_USERS, "<"))] or frames
     return f"{own[-1][0]}:{own[-1][1]}" if own else ""
 
 
@@ -33,6 +32,13 @@ def place(node: fx.Node) -> str:
     """ " in model.layers.3.mlp, at file.py:12" of an exported op, with what is known of it."""
     module, line = module_path(node), source_line(node.stack_trace)
     return (f" in {module}" if module else "") + (f", at {line}" if module and line else f" at {line}" if line else "")
+
+
+def excerpt(node: fx.Node) -> str:
+    """The source lines around an exported op, on lines of their own; "" where the file is not there."""
+    file, _, line = source_line(node.stack_trace).rpartition(":")
+    lines = _excerpt(file, int(line)) if file else ""
+    return f"\n{lines}" if lines else ""
 
 
 def place_of_error(error: BaseException, model: nn.Module) -> str:
@@ -50,14 +56,14 @@ def place_of_error(error: BaseException, model: nn.Module) -> str:
     if frame is None:
         return f" in {path}" if path else ""
     inside = f" in {path}," if path else ""
-    return f"{inside} at {frame.f_code.co_filename}:{line}\n{_excerpt(frame, line)}\n"
+    return f"{inside} at {frame.f_code.co_filename}:{line}\n{_excerpt(frame.f_code.co_filename, line)}\n"
 
 
-def _excerpt(frame: FrameType, line: int) -> str:
+def _excerpt(file: str, line: int) -> str:
     """The line and two on each side, the line itself marked."""
     lines = []
     for number in range(max(1, line - 2), line + 3):
-        text = linecache.getline(frame.f_code.co_filename, number).rstrip()
+        text = linecache.getline(file, number).rstrip()
         if text:
             lines.append(f"  {'→' if number == line else ' '} {number:4d}  {text}")
     return "\n".join(lines)
