@@ -219,6 +219,74 @@ def test_batch_of_one_as_example() -> None:
     assert shapes == {"b"}
 
 
+class Part(nn.Module):
+    """A layer that does something which cannot be traced, on the line that the error names."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        if self.kind == "nonzero":
+            y = y[(y.sum(-1) > 0).nonzero().squeeze(-1)]  # nonzero
+        if self.kind == "boolean indexing":
+            y = y[y > 0]  # boolean indexing
+        if self.kind == "item":
+            y = y * y.sum().item()  # item
+        if self.kind == "autocast":
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                y = self.linear(y)  # autocast
+        if self.kind == "in place":
+            x.mul_(2)  # in place
+        return y
+
+
+class Parts(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Part(kind), Part("")])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().sum()
+
+
+@pytest.mark.parametrize(
+    ("kind", "way_out"),
+    [
+        ("nonzero", "keep the shape and mask (torch.where, x * mask)"),
+        ("boolean indexing", "keep the shape and mask (torch.where, x * mask)"),
+        ("item", "numbers as 0-dim tensors, not .item()"),
+        ("autocast", "choose precision="),
+        ("in place", "write it out of place there"),
+    ],
+)
+def test_what_cannot_be_traced(kind: str, way_out: str) -> None:
+    """Module path, file and line, the lines around it, and what to do."""
+    lines = Path(__file__).read_text().splitlines()
+    line = next(i for i, text in enumerate(lines, 1) if text.endswith(f"  # {kind}"))
+    with pytest.raises(TraceError) as error:
+        trace(Parts(kind), {"x": torch.zeros(3, 4)}, torch.float32)
+    said = str(error.value)
+    assert "layers.0" in said and f"{__file__}:{line}" in said and way_out in said
+    assert f"→ {line:4d}  {lines[line - 1]}" in said and lines[line - 2].strip() in said
+
+
+class OnTheCpu(Chain):
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        return self.loss(x + torch.ones(20, device="cpu"), labels)
+
+
+def test_tensors_on_another_device() -> None:
+    """T7: what forward makes must be where its inputs are."""
+    with pytest.raises(TraceError, match="device=x.device"):
+        trace(OnTheCpu(), ids(), torch.float32)
+
+
 def test_ambient_autocast() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert "call parallelize outside it and choose precision=" in refusal()
