@@ -32,7 +32,8 @@ class Rule:
 
     whole: factors that a kernel needs whole (softmax and norm dims). linear: each set of operand positions
     in which the op is jointly linear. even: factors whose shards must be of one size, for it is an argument.
-    special: strategies beyond the factors, such as vocabulary-parallel cross-entropy.
+    special: strategies beyond the factors, such as vocabulary-parallel cross-entropy. multiple_of: if given, they
+    are for axes whose size is a multiple of it, and want equal shards.
     kind: "matmul", "attention", "experts", "memory" (bandwidth-bound) or "view" (free).
     units: factors that come in units (channels in groups), whose number must be divisible too.
     exact: gradients too are whole, for the op is not written so that they could be summands.
@@ -45,6 +46,7 @@ class Rule:
     even: frozenset[str] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
     special: tuple[Strategy, ...] = ()
+    multiple_of: int = 0
     kind: str = "memory"
     saves: tuple[int, ...] = ()
     exact: bool = False
@@ -121,7 +123,9 @@ def _candidates(operands: list[NodeInfo], result: NodeInfo, rule: Rule, axis: Ax
         yield Strategy(partial, PARTIAL)
     for special in rule.special:
         shards = [(p, o) for p, o in zip(special.inputs, operands, strict=True) if p.is_shard]
-        if all(axis.offers([o.shape[p.dim]]) for p, o in shards):
+        if rule.multiple_of and axis.size % rule.multiple_of:
+            continue
+        if all(axis.offers([o.shape[p.dim]], uneven=not rule.multiple_of) for p, o in shards):
             yield special
 
 

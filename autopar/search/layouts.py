@@ -53,11 +53,12 @@ def why_not(program: Program, tp: int, values: Mapping[sympy.Symbol, int]) -> st
     for block, node in program.each_op():
         if rule_of(node).kind != "attention":
             continue
-        for operand, what in zip(node_inputs(node)[:2], ("heads", "K/V heads"), strict=True):
-            heads = info(operand).shape[1].subs(dict(values))
-            if heads % tp:
-                place = f"{block.name}{f'.{info(node).module}' if info(node).module else ''}"
-                return f"{heads} {what} of {place} are not divisible by {tp}"
+        heads, groups = (info(n).shape[1].subs(dict(values)) for n in node_inputs(node)[:2])
+        place = f"{block.name}{f'.{info(node).module}' if info(node).module else ''}"
+        if heads % tp:
+            return f"{heads} heads of {place} are not divisible by {tp}"
+        if groups % tp and tp % groups:  # fewer K/V heads than ranks: each rank reads one, with tp / groups others
+            return f"{groups} K/V heads of {place} are not divisible by {tp}, nor it by them"
     return None
 
 

@@ -215,6 +215,8 @@ CASES: dict[object, list[Case]] = {
     aten.scaled_dot_product_attention.default: _cases(
         (f(12, 4, 5, 6), f(12, 4, 5, 6), f(12, 4, 5, 7), None, 0.0, True),
         Case((f(2, 8, 5, 6), f(2, 4, 5, 6), f(2, 4, 5, 6), None, 0.0, True), {"enable_gqa": True}),
+        Case((f(2, 12, 5, 6), f(2, 2, 5, 6), f(2, 2, 5, 6), c(12, 5, 5)), {"enable_gqa": True}),
+        Case((f(2, 12, 5, 6), f(2, 1, 5, 6), f(2, 1, 5, 6), None, 0.0, True), {"enable_gqa": True}),
         (f(4, 12, 5, 6), f(4, 12, 7, 6), f(4, 12, 7, 6), b(4, 12, 5, 7)),
         (f(4, 12, 5, 6), f(4, 12, 7, 6), f(4, 12, 7, 6), c(4, 1, 5, 7)),
         (f(4, 12, 5, 6), f(4, 12, 7, 6), f(4, 12, 7, 6), f(1, 12, 5, 7)),

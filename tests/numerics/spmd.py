@@ -14,7 +14,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from autopar.ir.graph import Block, Program, Role, info
+from autopar.ir.graph import Block, Program, Role, info, node_inputs
 from autopar.placement import REPLICATE, Kind, Placement, Shard
 
 aten = torch.ops.aten
@@ -117,6 +117,8 @@ def _run_node(node: fx.Node, held: Mapping[fx.Node, Ranks], size: int, values: M
     if node.target is aten.cross_entropy_loss.default and strategy.inputs[0] == Shard(1):
         logits: fx.Node = node.args[0]  # type: ignore[assignment]
         held = {**held, logits: convert(held[logits], Shard(1), REPLICATE)}
+    if node.target is aten.scaled_dot_product_attention.default and strategy.output == Shard(1) != strategy.inputs[1]:
+        held = {**held, **{n: _one_head(held[n]) for n in node_inputs(node)[1:3]}}
     return [_call(node, lambda n, r=rank: held[n][r], values) for rank in range(size)]  # type: ignore[misc]
 
 
@@ -133,6 +135,12 @@ def _call(node: fx.Node, read: Callable[[fx.Node], Tensor], values: Mapping[symp
     target: Any = node.target
     result: Tensor = target(*map(real, node.args), **{k: real(v) for k, v in node.kwargs.items()})
     return result
+
+
+def _one_head(parts: Ranks) -> Ranks:
+    """Of K/V heads that every rank has, the one that its query heads read: query heads are dealt out in order."""
+    groups, size = parts[0].shape[1], len(parts)
+    return [part[:, [rank // (size // groups)]] for rank, part in enumerate(parts)]
 
 
 def _vocabulary_embedding(weight: Ranks, ids: Ranks) -> Ranks:

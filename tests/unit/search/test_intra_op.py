@@ -308,12 +308,23 @@ def test_uneven_heads_are_never_sharded(heads: dict[str, int], tp: int, layout: 
     assert Shard(1) not in _shards(program, solution, aten.scaled_dot_product_attention.default)
 
 
-def test_fewer_groups_of_keys_than_ranks_are_never_sharded() -> None:
-    """S3: 2 K/V heads on 4 ranks."""
+def test_fewer_groups_of_keys_than_ranks_are_whole_and_query_heads_sharded() -> None:
+    """S3: 2 K/V heads on 4 ranks. Each rank reads one of them, for a summand of its gradient."""
     program = _wide_llama(num_key_value_heads=2)
     for layout in (MEGATRON, FREE):
         solution, _ = _solve(program, layout, tp=4)
-        assert Shard(1) not in _shards(program, solution, aten.scaled_dot_product_attention.default)
+        found = [
+            solution.strategies[block.name][node.name]
+            for block, node in program.each_op()
+            if node.target is aten.scaled_dot_product_attention.default
+        ]
+        assert {strategy.inputs[:3] for strategy in found} == {(Shard(1), GRAD_PARTIAL, GRAD_PARTIAL)}
+
+
+def test_groups_of_keys_that_do_not_divide_the_ranks_are_never_sharded() -> None:
+    program = _wide_llama(num_key_value_heads=2)
+    solution, _ = _solve(program, FREE, tp=3)
+    assert Shard(1) not in _shards(program, solution, aten.scaled_dot_product_attention.default)
 
 
 @pytest.mark.parametrize("layout", [MEGATRON, MEGATRON_SP, FREE], ids=lambda layout: layout.name)
