@@ -32,7 +32,7 @@ from .lists import layer_path
 from .moe import written_experts
 from .repeats import structure
 from .source import excerpt, module_path, place
-from .trial import Returned, Taken, Trial
+from .trial import RefusedError, Returned, Taken, Trial
 
 _MOST = 20  # kinds of submodule that one model may need
 
@@ -158,6 +158,8 @@ class Opaque:
         trial = Trial(call.path, self.model.get_submodule(call.path), given, form, self.dtype)
         try:
             returned = trial.returned()
+        except RefusedError:
+            raise
         except TraceError as error:
             path = self._failed_in(_InsideError(str(error), call.path))
             if path is None or not self._enclose(path):

@@ -25,6 +25,10 @@ _BATCH, _DRAWS = 4, 16
 Sizes = Mapping[Any, int]
 
 
+class RefusedError(TraceError):
+    """A module that no program can run: nor can the one around it."""
+
+
 @dataclass(frozen=True)
 class Taken:
     """A tensor that the module is called with: a size an expression."""
@@ -151,15 +155,17 @@ class Trial:
         """TraceError where a call draws random numbers or changes a buffer."""
         before = torch.random.get_rng_state()
         buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-        self.run({symbol: _PRIMES[0] for t in self.taken for n in t.shape for symbol in n.free_symbols})
+        sizes = {symbol: _PRIMES[0] for t in self.taken for n in t.shape for symbol in n.free_symbols}
+        for seed in range(_DRAWS):  # what it does may depend on values
+            self.run(sizes, seed)
         if not torch.equal(before, torch.random.get_rng_state()):
-            raise TraceError(
+            raise RefusedError(
                 f"{self.what} cannot be traced, and it draws random numbers, which would differ on each GPU: move its "
                 "dropout out of it"
             )
         for name, buffer in self.module.named_buffers():
             if not torch.equal(buffers[name], buffer):
-                raise TraceError(f"{self.what} cannot be traced, and it changes its buffer {name}")
+                raise RefusedError(f"{self.what} cannot be traced, and it changes its buffer {name}")
 
     def treats_samples_alone(self, shapes: Sequence[tuple[sympy.Expr, ...]]) -> bool:
         """Whether two halves of a batch give what the whole gives, in each of some runs on values of many scales.

@@ -25,7 +25,7 @@ class Squash(nn.Module):
         for row in x:
             if row.abs().max() > 1.5:
                 row = self.rare(row / row.abs().max())
-            rows.append(self.mix(row) * self.scale)
+            rows.append(self.mix(row) * self.scale.to(row.dtype))
         return torch.stack(rows), (x > 0).sum(-1)
 
 

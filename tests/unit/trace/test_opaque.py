@@ -1,0 +1,157 @@
+"""Which submodules are kept whole, and what is learnt of them by running them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import sympy
+import torch
+from torch import Tensor, nn
+
+from autopar.cost_models.opaque import opaque_shares
+from autopar.emit.opaque import save_opaque
+from autopar.errors import PlanError, TraceError
+from autopar.ir.custom import OPAQUE
+from autopar.ir.graph import B, Program, S, arguments, info
+from autopar.trace.opaque import opaque_modules
+from tests import models
+from tests.distributed.opaque_models import (
+    BatchSquash,
+    BranchingModel,
+    Noisy,
+    OpaqueModel,
+    Selected,
+    Squash,
+    StraightThrough,
+    Tripled,
+)
+
+IDS = {"input_ids": torch.zeros(2, 16, dtype=torch.long), "labels": torch.zeros(2, 16, dtype=torch.long)}
+
+
+def traced(model: nn.Module, dtype: torch.dtype = torch.float64) -> Program:
+    return models.layered(model, IDS, dtype)
+
+
+def opaque_node(program: Program) -> Any:
+    return next(node for _, node in program.each_op() if node.target is OPAQUE)
+
+
+@pytest.mark.parametrize(
+    ("kind", "alone"), [(Squash, True), (StraightThrough, True), (Selected, True), (BatchSquash, False)]
+)
+def test_whether_it_treats_samples_alone_is_found_by_running_it(kind: type[nn.Module], alone: bool) -> None:
+    program = traced(OpaqueModel(kind, layers=2))
+    assert program.opaque.keys() == {"inner"}
+    assert arguments(opaque_node(program))[3] is alone
+    assert program.count("Block") == 2  # the layers are one class still
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_shapes_and_dtypes_are_those_of_a_run(dtype: torch.dtype) -> None:
+    program = traced(OpaqueModel(layers=1), dtype)
+    values, counts = (n for _, n in program.each_op() if n.args and n.args[0] is opaque_node(program))
+    assert (info(values).shape, info(values).dtype) == ((B, S, sympy.Integer(32)), dtype)
+    assert (info(counts).shape, info(counts).dtype) == ((B, S), torch.int64)
+    assert info(values).requires_grad and not info(counts).requires_grad
+
+
+def test_flops_are_counted_and_shared_out() -> None:
+    program = traced(OpaqueModel(StraightThrough, layers=2))
+    assert arguments(opaque_node(program))[4] == 2 * 32 * 32  # one linear
+    ours, others, head = 2 * 32 * 32, 2 * 2 * 16 * 32, 2 * 16 * 97
+    assert opaque_shares(program, {B: 1, S: 16})["inner"] == pytest.approx(2 * ours / (2 * (ours + others) + head))
+
+
+def test_a_layer_that_branches_itself_is_kept_whole() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.mix(x)
+            return torch.stack([row if row.sum() > 0 else -row for row in y])
+
+    model = OpaqueModel(layers=2)
+    model.blocks = nn.ModuleList(Layer() for _ in range(2))
+    program = traced(model)
+    assert program.opaque.keys() == {"Layer"} and program.count("Layer") == 2
+
+
+def test_modules_that_differ_in_a_number_are_two() -> None:
+    class Threshold(nn.Module):
+        def __init__(self, at: float) -> None:
+            super().__init__()
+            self.at = at
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.stack([row if row.sum() > self.at else -row for row in x])
+
+    model = OpaqueModel(layers=3)
+    for block, at in zip(model.blocks, (0.0, 1.0, 1.0), strict=True):
+        block.inner = Threshold(at)  # type: ignore[assignment]
+    program = traced(model)
+    assert program.opaque.keys() == {"inner", "inner_2"}
+    assert [program.count(name) for name in ("Block", "Block2")] == [1, 2]
+
+
+def test_it_is_saved_without_values_and_with_its_classes(tmp_path: Any) -> None:
+    model = OpaqueModel(layers=1)
+    modules = opaque_modules(traced(model), model)
+    assert all(tensor.is_meta for tensor in modules["inner"].module.state_dict().values())
+    assert not model.blocks[0].inner.mix.weight.is_meta  # type: ignore[union-attr]
+    save_opaque(tmp_path, modules)
+    assert (tmp_path / "opaque.pt").exists()
+    save_opaque(tmp_path, {})
+    assert not (tmp_path / "opaque.pt").exists()
+
+    class Local(Squash): ...
+
+    model = OpaqueModel(Local, layers=1)
+    with pytest.raises(PlanError, match="at the top of a module"):
+        save_opaque(tmp_path, opaque_modules(traced(model), model))
+
+
+# --------------------------------------------------------------------------------
+# Refused
+
+
+def test_a_branch_outside_any_submodule_is_refused() -> None:
+    with pytest.raises(TraceError, match="a branch on tensor values"):
+        traced(BranchingModel(StraightThrough, layers=1))
+
+
+def test_a_custom_function_outside_any_submodule_is_refused() -> None:
+    class Model(OpaqueModel):
+        def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+            loss: Tensor = Tripled.apply(super().forward(input_ids, labels))
+            return loss
+
+    with pytest.raises(TraceError, match=r"Tripled.*backward.*submodule of its own"):
+        traced(Model(nn.Identity, layers=1))
+
+
+def test_random_numbers_inside_are_refused() -> None:
+    with pytest.raises(TraceError, match=r"blocks\.0\.inner \(Noisy\).*draws random numbers"):
+        traced(OpaqueModel(Noisy, layers=1))
+
+
+def test_sizes_that_depend_on_values_are_kept_inside_the_module_around_them() -> None:
+    class Choose(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x.sum(-1) > 0).nonzero().squeeze(-1)
+
+    class Around(nn.Module):
+        def __init__(self, d: int) -> None:
+            super().__init__()
+            self.choose, self.mix = Choose(), nn.Linear(d, d)
+
+        def forward(self, x: Tensor) -> Tensor:
+            rows = x.reshape(-1, x.shape[-1])
+            chosen = self.choose(rows)
+            return rows.index_add(0, chosen, self.mix(rows[chosen])).view_as(x)
+
+    program = traced(OpaqueModel(Around, layers=1))
+    assert program.opaque.keys() == {"inner"} and program.opaque["inner"].path == "blocks.0.inner"
