@@ -27,6 +27,10 @@ _PERMUTATIONS = {
     aten.movedim.int, aten.movedim.intlist, aten.moveaxis.int, aten.moveaxis.intlist, aten.swapaxes.default,
     aten.swapdims.default,
 }  # fmt: skip
+_NEW = {
+    aten.new_zeros.default: aten.zeros.default, aten.new_ones.default: aten.ones.default,
+    aten.new_full.default: aten.full.default, aten.new_empty.default: aten.empty.memory_format,
+}  # fmt: skip
 _IDENTITIES = {aten.contiguous.default, aten.alias.default, aten.lift_fresh_copy.default, aten.clone.default}
 
 
@@ -36,7 +40,7 @@ class Clean:
 
     Requires: a traced program of one block. Ensures: every cast is `to.dtype(x, dtype)` and changes the
     dtype; every view is `reshape(x, shape)` with `b` and `s` in its shape; weightless RMS norms are
-    `rms_norm`; no device, no dead code.
+    `rms_norm`; constants are made from sizes alone; no device, no dead code.
 
         to = to.dtype(h, float32)          |   (bf16)
         m = mean(pow(to, 2), [-1], True)   |   r = rms_norm(h, [64], None, 1e-06)
@@ -69,6 +73,9 @@ def _canonical(node: fx.Node) -> None:
         node.target, node.args, node.kwargs = aten.reshape.default, (node.args[0], list(facts.shape)), {}
     elif node.target in _EXPANSIONS or (node.target in _REPEATS and _repeats_ones(node)):
         node.target, node.args, node.kwargs = aten.expand.default, (node.args[0], list(facts.shape)), {}
+    elif node.target in _NEW:  # of the operand they take the dtype alone: its batch is nothing to them
+        fill = arguments(node)[2:] if node.target is aten.new_full.default else ()
+        node.target, node.args, node.kwargs = _NEW[node.target], (list(facts.shape), *fill), {"dtype": facts.dtype}
     elif node.target is aten.narrow.default:
         source, dim, start, length = arguments(node)
         node.target, node.args = aten.slice.Tensor, (source, dim, start, start + length)

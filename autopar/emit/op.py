@@ -11,7 +11,7 @@ from ..ir.graph import arguments, info, node_inputs
 from .text import ATOM, Render, literal, size
 
 # Views are reshapes and the fused norms choose their own kernels: neither changes a value.
-_WITHOUT_EFFECT = ("memory_format", "cudnn_enable", "non_blocking")
+_WITHOUT_EFFECT = ("memory_format", "cudnn_enable", "cudnn_enabled", "non_blocking")
 
 
 class Op:
