@@ -52,11 +52,22 @@ def check_known(node: fx.Node) -> None:
     """TraceError for a number read from a tensor, or a shape that depends on a tensor's values."""
     value = node.meta.get("val")
     sizes = value.shape if isinstance(value, torch.Tensor) else [value]
-    if any(isinstance(n, torch.SymInt | torch.SymFloat) and free_unbacked_symbols(n) for n in sizes):
+    unknown = any(isinstance(n, torch.SymInt | torch.SymFloat) and free_unbacked_symbols(n) for n in sizes)
+    if unknown or _selects_by_value(node):
         raise TraceError(
             f"{op_name(node)}{place(node)}: a shape or number that depends on a tensor's values cannot be traced: "
             f"keep the shape and mask (torch.where, x * mask), and numbers as 0-dim tensors, not .item(){excerpt(node)}"
         )
+
+
+def _selects_by_value(node: fx.Node) -> bool:
+    """Whether an op returns as many elements as values say, even where torch has concluded how many that must be."""
+    if torch.Tag.dynamic_output_shape not in getattr(node.target, "tags", ()):
+        return False
+    if node.target is not aten.index.Tensor:
+        return True
+    indices = [i for i in arguments(node)[1] if isinstance(i, fx.Node)]
+    return any(i.meta["val"].dtype in (torch.bool, torch.uint8) for i in indices)
 
 
 def symbol_names(exported: ExportedProgram, dims: Dims) -> dict[sympy.Expr, sympy.Symbol]:
