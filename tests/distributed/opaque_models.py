@@ -59,7 +59,7 @@ class StraightThrough(nn.Module):
         self.mix = nn.Linear(d, d)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = Tripled.apply(self.mix(x))
+        result: Tensor = Tripled.apply(self.mix(x))  # type: ignore[no-untyped-call]
         return result
 
 

@@ -91,7 +91,7 @@ def test_modules_that_differ_in_a_number_are_two() -> None:
 
     model = OpaqueModel(layers=3)
     for block, at in zip(model.blocks, (0.0, 1.0, 1.0), strict=True):
-        block.inner = Threshold(at)  # type: ignore[assignment]
+        block.inner = Threshold(at)
     program = traced(model)
     assert program.opaque.keys() == {"inner", "inner_2"}
     assert [program.count(name) for name in ("Block", "Block2")] == [1, 2]
@@ -126,7 +126,7 @@ def test_a_branch_outside_any_submodule_is_refused() -> None:
 def test_a_custom_function_outside_any_submodule_is_refused() -> None:
     class Model(OpaqueModel):
         def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-            loss: Tensor = Tripled.apply(super().forward(input_ids, labels))
+            loss: Tensor = Tripled.apply(super().forward(input_ids, labels))  # type: ignore[no-untyped-call]
             return loss
 
     with pytest.raises(TraceError, match=r"Tripled.*backward.*submodule of its own"):
