@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
 from .mesh import Mesh
-from .parameters import Value, materialise
+from .parameters import Container, Value, materialise
 
 BUCKET_ELEMENTS = 8 * 2**20
 
@@ -42,9 +42,11 @@ def distribute(model: nn.Module, layers: Sequence[str], value: Value, mesh: Mesh
 
 def _units(model: nn.Module, layers: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
     """Each layer with its path, then the model for what is left."""
+    modules = dict(model.named_modules())
     for path in layers:
-        for index, layer in model.get_submodule(path).named_children():
-            if type(layer) is not nn.Module:  # else a container of parameters that precede or follow the layers
+        held = modules.get(path, nn.Module())  # a stage may have no layer of a list
+        for index, layer in held.named_children():
+            if type(layer) is not Container:  # else it holds parameters that precede or follow the layers
                 yield f"{path}.{index}.".lstrip("."), layer
     yield "", model
 
