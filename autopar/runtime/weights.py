@@ -78,13 +78,20 @@ def read_weights(weights: Path | Mapping[str, Tensor], program: Path, seed: int)
 
 
 def draw(recipe: Iterable[list[object]], shape: torch.Size, seed: int, name: str) -> Tensor:
-    """A whole tensor by recorded in-place ops, seeded by its name: the same values under every plan."""
+    """A whole tensor by recorded in-place ops, seeded by its name: the same values under every plan.
+
+    ("part", start, stop, op, …) is an op on these elements, counted row by row.
+    """
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
     tensor = torch.empty(shape, dtype=torch.float32)
     for op, *args in recipe:
+        part = tensor
+        if op == "part":
+            start, stop, op, *args = args
+            part = tensor.view(-1)[start:stop]
         options = {"generator": generator} if op in RANDOM_OPS else {}
-        getattr(tensor, str(op))(*args, **options)
+        getattr(part, str(op))(*args, **options)
     return tensor
 
 

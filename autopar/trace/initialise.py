@@ -1,7 +1,8 @@
 """Where a program's weights come from: the model's own values, or its initialisation recorded as data.
 
 A meta model has no values. What its author wrote to initialise it is recorded as in-place ops per parameter
-("normal_", 0.0, 0.02), to be drawn with a seed per parameter: the same values under every plan.
+("normal_", 0.0, 0.02), to be drawn with a seed per parameter: the same values under every plan. An op on a part of
+a parameter (the row of a padding token) is recorded with the part.
 """
 
 from __future__ import annotations
@@ -42,17 +43,17 @@ def weights_of(model: nn.Module, factory: Callable[[], nn.Module] | None = None)
         return Weights(values)
     recipes: dict[str, Recipe] = {}
     if factory is not None:
-        recipes = _record(model, factory)
-        values |= _factory_buffers(factory, hollow)
+        recipes, copied = _record(factory)
+        values |= copied | _factory_buffers(factory, hollow)
     elif is_huggingface(model):
-        recipes = _record_huggingface(model)
-        values |= _huggingface_buffers(model, hollow)
+        recipes, copied = _record_huggingface(model)
+        values |= copied | _huggingface_buffers(model, hollow)
     if lost := [name for name in hollow if name not in values]:
         raise TraceError(
             f"buffers {', '.join(lost[:4])} are on meta and their values are lost: pass the function that builds the "
             "model instead of the model, parallelize(build, …), or build it on the CPU"
         )
-    missing = tuple(name for name in meta if name not in recipes)
+    missing = tuple(name for name in meta if name not in recipes and name not in values)
     return Weights(values, {name: recipe for name, recipe in recipes.items() if name in meta}, missing)
 
 
@@ -82,6 +83,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.recipes: dict[int, Recipe] = {}
         self.broken: dict[int, str] = {}
+        self.values: dict[int, Tensor] = {}  # copied from tensors that are not on meta (tables of sines)
         self.kept: list[Tensor] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -105,22 +107,38 @@ class _Recorder(TorchDispatchMode):
 
     def _in_place(self, name: str, tensor: Tensor, plain: list[Any]) -> None:
         key = _storage(tensor)
-        if tensor.numel() * tensor.element_size() != tensor.untyped_storage().nbytes():
-            self.broken[key] = f"{name} on a part of it"
+        whole = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+        if name == "copy_" and whole and not plain[0].is_meta:
+            self.values[key] = plain[0].detach().expand(tensor.shape).clone()
+            self.recipes.pop(key, None)
+            self.broken.pop(key, None)
         elif any(isinstance(a, Tensor) for a in plain):
             self.broken[key] = f"{name} with another tensor"
-        elif name in (*_RANDOM, "fill_", "zero_"):
+        elif whole and name in (*_RANDOM, "fill_", "zero_"):
             self.recipes[key] = [[name, *plain]]
             self.broken.pop(key, None)
+            self.values.pop(key, None)
+        elif key not in self.recipes:
+            self.broken[key] = f"{name} on values that are not recorded"
+        elif whole:
+            self.recipes[key] = [*self.recipes[key], [name, *plain]]
+        elif tensor.is_contiguous():
+            start = int(tensor.storage_offset())
+            self.recipes[key] = [*self.recipes[key], ["part", start, start + tensor.numel(), name, *plain]]
         else:
-            self.recipes.setdefault(key, []).append([name, *plain])
+            self.broken[key] = f"{name} on a part of it that is not contiguous"
 
     def recipe(self, tensor: Tensor, name: str) -> Recipe | None:
         """What filled a tensor; raises TraceError where that cannot be repeated from numbers alone."""
         key = _storage(tensor)
         if key in self.broken:
             raise TraceError(f"the initialisation of {name} ({self.broken[key]}) cannot be recorded: use --init")
-        return self.recipes.get(key)
+        found = self.recipes.get(key)
+        if found and not tensor.is_contiguous() and any(step[0] == "part" for step in found):
+            raise TraceError(
+                f"the initialisation of {name} (a part of a transposed tensor) cannot be recorded: use --init"
+            )
+        return found
 
 
 def _storage(tensor: Tensor) -> int:
@@ -128,14 +146,14 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _record(model: nn.Module, factory: Callable[[], nn.Module]) -> dict[str, Recipe]:
+def _record(factory: Callable[[], nn.Module]) -> tuple[dict[str, Recipe], dict[str, Tensor]]:
     recorder = _Recorder()
     with recorder, torch.device("meta"):
         again = factory()
     return _recipes(recorder, again)
 
 
-def _record_huggingface(model: nn.Module) -> dict[str, Recipe]:
+def _record_huggingface(model: nn.Module) -> tuple[dict[str, Recipe], dict[str, Tensor]]:
     memo: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
         for p in model.parameters()
@@ -149,9 +167,15 @@ def _record_huggingface(model: nn.Module) -> dict[str, Recipe]:
     return _recipes(recorder, shadow)
 
 
-def _recipes(recorder: _Recorder, model: nn.Module) -> dict[str, Recipe]:
-    found = {n: recorder.recipe(p, n) for n, p in model.named_parameters(remove_duplicate=False)}
-    return {name: recipe for name, recipe in found.items() if recipe is not None}
+def _recipes(recorder: _Recorder, model: nn.Module) -> tuple[dict[str, Recipe], dict[str, Tensor]]:
+    """Recipes, and values that were copied, by the names of parameters."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    found = {name: recorder.recipe(p, name) for name, p in named.items()}
+    copied = {name: recorder.values.get(_storage(p)) for name, p in named.items()}
+    return (
+        {name: recipe for name, recipe in found.items() if recipe is not None},
+        {name: value for name, value in copied.items() if value is not None},
+    )
 
 
 def _huggingface_buffers(model: nn.Module, names: list[str]) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from autopar.errors import TraceError
 from autopar.runtime.weights import draw
 from autopar.trace.initialise import Weights, build_on_meta, weights_of
 from examples.gpt import GPT, GPTConfig
+from tests import zoo
 
 CONFIG = GPTConfig(n_layer=2, d_model=64, vocab_size=512, block_size=64)
 
@@ -115,9 +116,9 @@ def test_meta_without_a_factory_has_no_values() -> None:
 
 
 @pytest.mark.parametrize(
-    "reset", [lambda w: w[0].zero_(), lambda w: w.copy_(torch.eye(4)), lambda w: w.mul_(torch.ones(4, 4))]
+    "reset", [lambda w: w[:, 0].zero_(), lambda w: w.copy_(torch.eye(4)), lambda w: w.mul_(torch.ones(4, 4))]
 )
-def test_initialisation_of_a_part(reset: Callable[[Tensor], object]) -> None:
+def test_initialisation_that_cannot_be_recorded(reset: Callable[[Tensor], object]) -> None:
     def build() -> nn.Module:
         return Table(reset)
 
@@ -141,3 +142,37 @@ def test_factories_are_recorded_and_freed_temporaries_are_not() -> None:
     recipes = weights_of(build_on_meta(Handmade), Handmade).recipes
     assert [recipes[f"scales.{i}"] for i in range(20)] == [[["fill_", 1.0]]] * 20
     assert recipes["weight"] == [["normal_"], ["mul_", 0.02]]
+
+
+class Parts(nn.Module):
+    """Rows of a parameter initialised on their own, as fused projections and padding tokens are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused = nn.Linear(4, 12)
+        with torch.no_grad():
+            for i in range(3):
+                self.fused.weight[4 * i : 4 * i + 4].fill_(float(i))
+            self.fused.weight[5].zero_()
+        self.table = nn.Embedding(6, 3, padding_idx=2)
+
+
+def test_parts_of_a_parameter() -> None:
+    weights = weights_of(build_on_meta(Parts), Parts)
+    built, values = Parts(), drawn(weights, build_on_meta(Parts))
+    assert torch.equal(values["fused.weight"], built.fused.weight)
+    zero = values["table.weight"].abs().sum(1) == 0
+    assert zero.tolist() == [False, False, True, False, False, False]
+
+
+@pytest.mark.parametrize("name", ["bert", "t5", "whisper"])
+def test_families_from_meta_need_no_init(name: str) -> None:
+    """Rows of padding tokens are zeroed by the initialisation of these."""
+    with torch.device("meta"):
+        model = zoo.FAMILIES[name].build()
+    weights = weights_of(model)
+    assert not weights.missing
+    spread = {n: float(v.std()) for n, v in drawn(weights, model).items() if v.numel() > 100}
+    expected = {n: float(p.std()) for n, p in zoo.FAMILIES[name].build().named_parameters() if n in spread}
+    for parameter, std in expected.items():
+        assert abs(spread[parameter] - std) < 0.2 * std + 1e-6, parameter
