@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import fx
 
-from ..ir.graph import info, node_inputs
+from ..ir.graph import B, Shape, info, node_inputs
 from . import (
     attention,
     experts,
@@ -21,7 +21,8 @@ from . import (
     views,
     vision,
 )
-from .factor import Axis, Rule, RuleMaker, strategies
+from .batchwise import is_batchwise
+from .factor import Axis, Dims, Rule, RuleMaker, strategies
 
 RULES: dict[object, RuleMaker] = {
     **matmul.RULES,
@@ -43,15 +44,26 @@ _OPAQUE = opaque.RULES
 
 
 def rule_of(node: fx.Node) -> Rule:
-    """The rule of an op; an op without one must stay whole on every axis."""
+    """The rule of an op; one that is not known stays whole on tp, and passes the batch where a trial showed that."""
     if (maker := _maker(node.target)) is not None:
         return maker(node)
-    inputs = tuple((None,) * len(info(n).shape) for n in node_inputs(node))
-    return Rule(inputs, (None,) * len(info(node).shape))
+    batch = is_batchwise(node)
+    inputs = tuple(_unknown(info(n).shape, batch) for n in node_inputs(node))
+    return Rule(inputs, _unknown(info(node).shape, batch))
+
+
+def _unknown(shape: Shape, batch: bool) -> Dims:
+    return tuple("b" if batch and i == 0 and n == B else None for i, n in enumerate(shape))
+
+
+def is_known(node: fx.Node) -> bool:
+    """Whether an op has a rule of its own or of a category."""
+    return _maker(node.target) is not None
 
 
 def has_rule(node: fx.Node) -> bool:
-    return _maker(node.target) is not None
+    """Whether it is known how an op may be sharded, by a rule or by trial."""
+    return is_known(node) or is_batchwise(node)
 
 
 def _maker(target: Any) -> RuleMaker | None:
@@ -63,4 +75,4 @@ def _maker(target: Any) -> RuleMaker | None:
     return reductions.reduction if reductions.is_reduction(target) else None
 
 
-__all__ = ["RULES", "Axis", "Rule", "has_rule", "rule_of", "strategies"]
+__all__ = ["RULES", "Axis", "Rule", "has_rule", "is_known", "rule_of", "strategies"]
