@@ -6,6 +6,7 @@ Used by gpt.py and llama.py; `make demo` runs gpt.py.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -43,6 +44,25 @@ def run(
         sys.exit(1)
 
 
+def prove(
+    model: nn.Module, inputs: Mapping[str, Any] | None, *, folder: Path, data: str, steps: int, **ask: Any
+) -> None:
+    """Plan, write the program, train it on CPU processes on `data`, and hold it against the model."""
+    started = time.monotonic()
+    result = autopar.parallelize(model, gpu="cpu", inputs=inputs, **ask)
+    print(result, end="\n\n")
+    result.save(folder)
+    print(f"wrote {folder}/; training {steps} steps on {data}:")
+    log = folder / "train.jsonl"
+    train(folder, steps, log, "--data", data, "--lr", "0.003", processes=result.plan.mesh.world_size)
+    losses = [json.loads(line)["loss"] for line in log.read_text().splitlines()]
+    print(f"loss {losses[0]:.4f} → {losses[-1]:.4f}")
+    parity = result.verify(2)
+    print(f"\n{parity}\n{time.monotonic() - started:.0f} s in all")
+    if not parity.holds or not losses[-1] < losses[0]:
+        sys.exit(1)
+
+
 def compare_memory(plain: autopar.Parallelized, result: autopar.Parallelized, folder: Path, budget: str) -> None:
     """Print the measured peak live storage of plain data parallelism and of the plan: one over, one under."""
     with tempfile.TemporaryDirectory() as scratch:
@@ -68,9 +88,11 @@ def measure(folder: Path) -> float:
     return max(float(json.loads(line)["memory_bytes"]) for line in log.read_text().splitlines())
 
 
-def train(folder: Path, steps: int, log: Path, *options: str, quiet: bool = False) -> None:
+def train(folder: Path, steps: int, log: Path, *options: str, quiet: bool = False, processes: int = PROCESSES) -> None:
     log.unlink(missing_ok=True)
     # The `--` keeps torchrun from reading --log as an option of its own.
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(PROCESSES), "--"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--"]
     command += [str(folder / "train.py"), "--steps", str(steps), "--log", str(log), *options]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL if quiet else None)
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path}  # where the examples' data sets are
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL if quiet else None, env=environment)

@@ -52,9 +52,14 @@ class StandardLibrary:
 def load_dataset(name: str | None, settings: Settings) -> Dataset:
     """The dataset that `module:function` returns, called without arguments; None is the default corpus.
 
-    Raises ValueError where the default corpus does not fit the model's vocabulary.
+    Raises ValueError where the default corpus does not fit the model: it is token ids, for a vocabulary of bytes.
     """
     if name is None:
+        if settings.vocabulary is None:
+            raise ValueError(
+                "the default data are token ids with labels, and this model takes other inputs: give --data "
+                "module:function, which returns a map-style dataset of dicts with the model's inputs"
+            )
         if settings.vocabulary is not None and settings.vocabulary < BYTE_VOCABULARY:
             raise ValueError(
                 f"the default data are bytes and need a vocabulary of {BYTE_VOCABULARY}; the model's is "

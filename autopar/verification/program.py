@@ -45,7 +45,7 @@ def verify_plan(job: Job, plan: Plan, steps: int) -> Parity:
     model, plan, note = small_enough(job, plan)
     plan = replace(plan, precision="fp64")
     model = copy.deepcopy(model).double().train()
-    program, dropped = _without_dropout(prepare(model, job.inputs, "fp64", job.batch_norm))
+    program, dropped = _without_dropout(prepare(model, _raised(job.inputs), "fp64", job.batch_norm))
     notes = [note] * bool(note) + ["dropout set to 0 on both sides"] * dropped
     source = model_source(compile_program(program, plan), plan, Predicted())
     batches = [random_batch(inputs_of(program), plan.global_batch, plan.sequence, seed) for seed in range(steps)]
@@ -59,6 +59,14 @@ def verify_plan(job: Job, plan: Plan, steps: int) -> Parity:
         save_opaque(Path(folder), opaque_modules(program, model))
         reports = run_task(Task(batches, weights, reference), Path(folder))
     return Parity(**_largest(reports, reference), steps=steps, processes=processes, note=" · ".join(notes))
+
+
+def _raised(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Inputs in fp64, as the model's parameters are."""
+    return {
+        name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in inputs.items()
+    }
 
 
 def train_reference(
