@@ -38,6 +38,7 @@ from .search.explain import explain, plan_table
 from .search.explain import why_not as why_slower
 from .search.intra_op import solve
 from .search.layouts import LAYOUTS, Layout, position_rows, replicated, why_not
+from .search.unknown_ops import warn_unknown
 from .search.op_costs import TimeCosts
 from .search.search import SearchResult, search
 from .search.space import Pins, divisors
@@ -86,6 +87,7 @@ def parallelize(
         program = prepare(job.model, job.inputs, job.precision, job.batch_norm)
     chosen = _pins(pins)
     illegal = _illegal(program, job, chosen)
+    warn_unknown(program, {B: 1, S: job.sequence})
     layouts = [layout for layout in LAYOUTS if sequence_parallel is None or layout.name == _named(sequence_parallel)]
     sizes = [tp for tp in _sizes(job, chosen) if tp not in illegal]
     with progress(f"solving the placements for tp = {', '.join(map(str, sizes))}"):

@@ -1,4 +1,4 @@
-"""S4: however a fused projection is read, no rank holds a contiguous piece of [q; k; v]; tp=2 computes what tp=1 does."""
+"""S4: however a fused projection is read, no rank holds a piece of [q; k; v]; tp=2 computes what tp=1 does."""
 
 from __future__ import annotations
 
