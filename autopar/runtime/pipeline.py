@@ -95,6 +95,7 @@ class _Submodule(nn.Module):
     def forward(self, *received: Tensor, **inputs: Tensor) -> Any:
         fault = self._boundary.told() if received and not self._checked else ""
         own = {name.removeprefix(_PREFIX): x for name, x in inputs.items()}
+        received = _contiguous(received)
         result = None if fault else self.model(*received, **own)
         if self._sent is not None and not fault:
             fault = self._boundary.fault(result, self._sent)
@@ -103,7 +104,19 @@ class _Submodule(nn.Module):
                 self._boundary.tell(fault, self._sent)
             raise ValueError(fault)
         self._checked = True
-        return result
+        return result if self._sent is None else _contiguous(result)
+
+
+class _Contiguous(torch.autograd.Function):
+    """The value, and its gradient, laid out as they are sent: a permuted tensor cannot be."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.contiguous() if not x.is_contiguous() else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0].contiguous()
 
 
 class _Boundary:
@@ -137,6 +150,13 @@ class _Boundary:
     def told(self) -> str:
         key = f"boundary/{dist.get_rank()}"
         return bytes(self._store.get(key)).decode() if self._store.check([key]) else ""
+
+
+def _contiguous(values: Any) -> Any:
+    """What a stage sends, ready to be sent."""
+    if isinstance(values, Tensor):
+        return _Contiguous.apply(values)  # type: ignore[no-untyped-call]
+    return tuple(_contiguous(x) for x in values)
 
 
 def _text(tensors: Sequence[tuple[list[int], torch.dtype]]) -> str:
