@@ -45,7 +45,8 @@ class Meter:
         time_s = time.perf_counter() - self._start
         record = _record(step, result, time_s, self._memory(mesh), mesh.settings)
         if dist.get_rank() == 0:
-            print(_progress(record), flush=True)
+            unit = "tokens" if mesh.settings.sequence > 1 else "samples"  # images have no sequence
+            print(_progress(record, unit), flush=True)
             if self._log:
                 with self._log.open("a") as file:
                     print(json.dumps(record), file=file)
@@ -74,13 +75,13 @@ def _record(step: int, result: StepResult, time_s: float, memory: int | None, se
     }
 
 
-def _progress(record: Record) -> str:
+def _progress(record: Record, unit: str) -> str:
     time_s, predicted = record["measured_step_s"] or 0.0, record["predicted_step_s"]
     parts = [
         f"step {record['step']}",
         f"loss {record['loss']:.4f}",
         f"grad norm {record['grad_norm']:.3f}",
-        f"{record['tokens_per_s']:,.0f} tokens/s",
+        f"{record['tokens_per_s']:,.0f} {unit}/s",
         f"MFU {record['mfu']:.1%}" if record["mfu"] is not None else "",
         f"{record['memory_bytes'] / 2**30:.2f} GiB" if record["memory_bytes"] is not None else "",
         f"{time_s:.3f} s" + (f" (predicted {predicted:.3f}, ×{time_s / predicted:.2f})" if predicted else ""),

@@ -26,7 +26,8 @@ def plan_table(result: SearchResult, model_name: str, parameters: int) -> str:
     rows = [_row(number, candidate) for number, candidate in enumerate(result.best, start=1)]
     align = ["left" if header in _LEFT else "right" for header in _HEADERS]
     # The headers as a row: tabulate pads real ones to four spaces.
-    table = tabulate([list(_HEADERS), *rows], tablefmt="plain", colalign=align, disable_numparse=True)
+    headers = [title.replace("tokens", _unit(result)) for title in _HEADERS]
+    table = tabulate([headers, *rows], tablefmt="plain", colalign=align, disable_numparse=True)
     body = "\n".join(f" {line}".rstrip() for line in table.splitlines())
     notes = "".join(f"\n {note}" for note in result.notes)
     return f"{header(result, model_name, parameters)}\n\n{body}\n {footer(result)}{notes}"
@@ -35,17 +36,23 @@ def plan_table(result: SearchResult, model_name: str, parameters: int) -> str:
 def header(result: SearchResult, model_name: str, parameters: int) -> str:
     """Model, machine, batch, precision, optimizer, budget."""
     request = result.request
+    length = f" × {request.sequence:,}" if request.sequence > 1 else ""
     return " · ".join(
         (
             model_name,
             f"{count_text(parameters)} parameters",
             str(result.cluster),
-            f"{request.global_batch:,} × {request.sequence:,} tokens a step",
+            f"{request.global_batch:,}{length} {_unit(result)} a step",
             request.precision,
             request.optimizer.name,
             f"budget {gib(request.budget_bytes)} a GPU",
         )
     )
+
+
+def _unit(result: SearchResult) -> str:
+    """What is counted: tokens, or samples of a model whose inputs have no sequence."""
+    return "tokens" if result.request.sequence > 1 else "samples"
 
 
 def footer(result: SearchResult) -> str:

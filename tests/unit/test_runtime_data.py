@@ -92,3 +92,8 @@ def test_recorded_ops_are_seeded_by_name() -> None:
     a, again, b = (draw(recipe, torch.Size((50, 4)), 0, name) for name in ("a", "a", "b"))
     assert torch.equal(a, again) and not torch.equal(a, b)
     assert a.abs().max() <= 0.04 and 0.01 < a.std() < 0.03
+
+
+def test_the_default_data_are_for_token_models() -> None:
+    with pytest.raises(ValueError, match="this model takes other inputs: give --data module:function"):
+        load_dataset(None, make_settings(vocabulary=None))

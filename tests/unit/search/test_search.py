@@ -171,3 +171,10 @@ def test_the_table_and_the_ledger() -> None:
     # The ledgers add up to what the table says.
     for stage in result.chosen.estimate.stages:
         assert stage.peak_bytes == pytest.approx(sum(term.size_bytes for term in stage.memory))
+
+
+def test_a_model_without_a_sequence_counts_samples() -> None:
+    result = find(budget_bytes=40 * GIB)
+    images = replace(result, request=replace(result.request, sequence=1))
+    table = plan_table(images, "ViT", 86_000_000)
+    assert "512 samples a step" in table and "samples/s/GPU" in table and "tokens" not in table
