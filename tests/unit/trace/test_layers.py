@@ -8,8 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.ir.graph import EPILOGUE, PROLOGUE, TABLES, Role, info
-from autopar.trace.lists import layer_path
-from tests import models
+from autopar.mesh import Mesh
+from autopar.passes.split_stages import SplitStages
+from autopar.plan import Plan
+from autopar.trace.lists import layer_lists, layer_path
+from tests import models, zoo
 
 
 def test_equal_layers_are_one_class() -> None:
@@ -82,3 +85,123 @@ def test_different_layers_are_different_classes() -> None:
 )
 def test_layer_path(module: str, path: str | None) -> None:
     assert layer_path(module) == path
+
+
+# --------------------------------------------------------------------------------
+# Which lists hold layers, and what lies between
+
+
+def lists_of(model: nn.Module) -> frozenset[str]:
+    return layer_lists({n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False)}).paths
+
+
+def _perceptron(*widths: int) -> nn.Sequential:
+    pairs = zip(widths, widths[1:], strict=False)
+    return nn.Sequential(*(m for i, o in pairs for m in (nn.Linear(i, o), nn.ReLU())))
+
+
+def test_lists_of_the_families() -> None:
+    """Stages are descended into; lists inside layers are not layers."""
+    found = {}
+    for name in ("t5", "whisper", "mixtral", "unet", "convnext"):
+        with torch.device("meta"):
+            found[name] = set(lists_of(zoo.FAMILIES[name].build()))
+    assert found == {
+        "t5": {"encoder.block", "decoder.block"},
+        "whisper": {"model.encoder.layers", "model.decoder.layers"},
+        "mixtral": {"model.layers"},
+        "unet": {"down", "up"},
+        "convnext": {"convnext.encoder.stages.*.layers"},
+    }
+
+
+def test_plain_lists() -> None:
+    """A Sequential's items; torch's own encoder; one layer alone; a list of experts in a layer of two."""
+    assert lists_of(_perceptron(4, 6, 8)) == {""}
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8), 3)
+    assert lists_of(encoder) == {"layers"}
+    assert lists_of(nn.ModuleDict({"h": nn.ModuleList([_perceptron(4, 6, 8)])})) == {"h"}
+    experts = [nn.ModuleDict({"experts": nn.ModuleList([_perceptron(4, 4) for _ in range(4)])}) for _ in range(2)]
+    assert lists_of(nn.ModuleDict({"layers": nn.ModuleList(experts)})) == {"layers"}
+
+
+def test_layer_of_a_module() -> None:
+    lists = layer_lists(
+        {f"stages.{i}.blocks.{j}.{n}": (i, 4) for i in range(3) for j in range(2) for n in ("a.w", "b.w")}
+    )
+    assert lists.layer("stages.1.blocks.0.a") == "stages.1.blocks.0"
+    assert lists.layer("stages.1.downsample") is None
+    assert lists.layer("head") is None
+
+
+class Regressor(nn.Module):
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(self.body(x), target)
+
+
+def test_a_sequential_is_cut_at_its_items() -> None:
+    x = torch.zeros(2, 8, device="meta")
+    program = models.layered(Regressor(_perceptron(8, 6, 8, 8)), {"x": x, "target": x})
+    assert [call.path for call in program.layer_calls] == [f"body.{i}" for i in range(6)]
+
+
+class Narrowing(nn.Module):
+    """Two lists with a projection between, whose weight is the model's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 8)
+        self.first = nn.ModuleList(_perceptron(8, 6, 8) for _ in range(3))
+        self.project = nn.Linear(8, 4)
+        self.second = nn.ModuleList(_perceptron(4, 6, 4) for _ in range(3))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        start = x = self.stem(x)
+        for layer in self.first:
+            x = x + layer(x)
+        x = self.project(x)
+        for layer in self.second:
+            x = x + layer(x)
+        return F.mse_loss(torch.cat([x, start[:, :4]], -1), target)
+
+
+def test_what_lies_between_two_lists_is_a_block() -> None:
+    """With full parameter names, counted like a layer; the residual joins each layer, the last of a list too."""
+    x = torch.zeros(2, 8, device="meta")
+    program = models.layered(Narrowing(), {"x": x, "target": x})
+    assert [call.block for call in program.layer_calls] == ["Sequential"] * 3 + ["between"] + ["Sequential2"] * 3
+    between = program.blocks["between"]
+    assert {info(n).ref for n in between.placeholders(Role.PARAMETER)} == {"project.weight", "project.bias"}
+    assert [call.path for call in program.calls if program.is_between(call.block)] == [""]
+    assert not program.is_between("Sequential") and program.is_between("between2")
+
+
+class ReadLater(Narrowing):
+    """The first layer's output is read by the last one's sum, and its mean by every layer of the second list."""
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        x = skip = self.first[0](self.stem(x))
+        level = skip.mean()  # no batch dim
+        for layer in self.first[1:]:
+            x = layer(x)
+        x = self.project(x)
+        for layer in self.second:
+            x = layer(x) * level
+        return F.mse_loss(torch.cat([x, skip[:, :4]], -1), target)
+
+
+def test_values_travel_over_stages() -> None:
+    """P6: a skip link at pp3 is sent on by the stage between; so is a value without batch dim."""
+    x = torch.zeros(2, 8, device="meta")
+    program = models.layered(ReadLater(), {"x": x, "target": x})
+    count = len(program.layer_calls)
+    plan = Plan(Mesh(pp=3), 4, 1, 1, ((0, 2), (2, count - 1), (count - 1, count)), "1f1b")
+    stages = SplitStages().apply(program, plan).stages
+    carried = set(stages[0].sends) & set(stages[1].sends)
+    shapes = sorted(str(program.value_info(value).shape) for value in carried)
+    assert shapes == ["()", "(b, 8)"]
+    assert all(before.sends == after.receives for before, after in zip(stages, stages[1:], strict=False))
