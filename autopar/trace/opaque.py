@@ -8,12 +8,9 @@ too: a custom autograd.Function, whose backward export does not record, and size
 from __future__ import annotations
 
 import copy
-import io
-import logging
 import re
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stderr
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,6 +25,7 @@ from ..ir.build import replace_node
 from ..ir.custom import OPAQUE, RESULT_SHAPES
 from ..ir.graph import MODEL, Program, arguments, info, node_inputs
 from ..runtime.opaque import OpaqueModule
+from .guards import custom_functions_refused, quiet
 from .lists import layer_path
 from .moe import written_experts
 from .repeats import structure
@@ -78,7 +76,7 @@ class Opaque:
         why: TraceError | None = None  # the first submodule cannot be traced
         for _ in range(_MOST):
             try:
-                with _custom_functions_refused(), _quiet():
+                with custom_functions_refused(), quiet():
                     exported = run()
                 _check_sizes(exported)
                 return exported
@@ -241,52 +239,3 @@ def _check_sizes(exported: Any) -> None:
                 f"(torch.where, x * mask){excerpt(node)}",
                 module_path(node),
             )
-
-
-class _WithoutGraphs(io.TextIOBase):
-    """A stream without the whole graph that torch prints where export fails."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        if "torch.ops.aten" not in text:
-            self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        self._stream.flush()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Within: a failing export says what failed in its exception alone."""
-    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with redirect_stderr(_WithoutGraphs(sys.stderr)):
-            yield
-    finally:
-        logger.setLevel(level)
-
-
-@contextmanager
-def _custom_functions_refused() -> Iterator[None]:
-    """Within: calling a custom autograd.Function is an error, for its backward would be lost."""
-    apply = torch.autograd.Function.__dict__["apply"]
-
-    def checked(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if not cls.__module__.startswith("torch."):
-            raise TraceError(
-                f"forward calls {cls.__name__}, a torch.autograd.Function, whose backward a trace does not have: call "
-                "it in a submodule of its own, which is then kept whole"
-            )
-        return apply.__func__(cls, *args, **kwargs)
-
-    function: Any = torch.autograd.Function
-    function.apply = classmethod(checked)
-    try:
-        yield
-    finally:
-        function.apply = apply
