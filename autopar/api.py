@@ -38,10 +38,10 @@ from .search.explain import explain, plan_table
 from .search.explain import why_not as why_slower
 from .search.intra_op import solve
 from .search.layouts import LAYOUTS, Layout, position_rows, replicated, why_not
-from .search.unknown_ops import warn_unknown
 from .search.op_costs import TimeCosts
 from .search.search import SearchResult, search
 from .search.space import Pins, divisors
+from .search.unknown_ops import warn_unknown
 from .trace.initialise import Weights, weights_of
 from .trace.layers import class_names
 from .trace.opaque import opaque_modules

@@ -66,7 +66,8 @@ def _separate_results(node: fx.Node) -> None:
     """getitem(topk(x, 2), 0) → topk.values(x, 2)."""
     for reader, index in _parts(node):
         with node.graph.inserting_before(reader):
-            part = call(node.graph, RESULTS[node.target][index], node.args, info(reader), **node.kwargs)
+            options: dict[str, Any] = dict(node.kwargs)
+            part = call(node.graph, RESULTS[node.target][index], node.args, info(reader), **options)
         replace_node(reader, part)
     node.graph.erase_node(node)
 
@@ -147,7 +148,7 @@ def _separate_addend(node: fx.Node) -> None:
 
 
 def _scaled(value: Any, factor: Any) -> fx.Node:
-    return value if factor == 1 else call(value.graph, aten.mul.Tensor, (value, factor), info(value))  # type: ignore[no-any-return]
+    return value if factor == 1 else call(value.graph, aten.mul.Tensor, (value, factor), info(value))
 
 
 def _gate(node: fx.Node) -> None:

@@ -124,7 +124,8 @@ def _part(projection: _Projection, part: _RANGE, reader: fx.Node) -> fx.Node:
 
 def _sliced(parameter: Any, dim: int, part: _RANGE) -> fx.Node:
     """A range of a parameter, one slice however often it is read."""
-    for reader in parameter.users:
+    users: list[fx.Node] = list(parameter.users)
+    for reader in users:
         if reader.target is aten.slice.Tensor and reader.args[1:] == (dim, *part):
             return reader
     shape = list(info(parameter).shape)

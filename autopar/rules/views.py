@@ -172,7 +172,7 @@ def _stack(node: fx.Node) -> Rule:
 def _repeat(node: fx.Node) -> Rule:
     """Dims that are repeated stay whole."""
     inputs, target = _dims(_rank(node)), info(node).shape
-    output: list[str | None] = [None] * (len(target) - len(inputs)) + list(inputs)
+    output: list[str | None] = [*([None] * (len(target) - len(inputs))), *inputs]
     offset = len(target) - len(inputs)
     source = info(node_inputs(node)[0]).shape
     grown = {f for i, f in enumerate(inputs) if source[i] != target[offset + i]}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import sympy
 import torch
 from torch import fx
@@ -69,7 +71,8 @@ def _group_norm(node: fx.Node) -> Rule:
 def _by_channel(node: fx.Node) -> Rule:
     """`x[b c *] -> y[b c *]`, spatial dims whole; averages and interpolations are linear."""
     source, result = (len(info(n).shape) for n in (node_inputs(node)[0], node))
-    spatial = _SPATIAL[node.target]
+    target: Any = node.target
+    spatial = _SPATIAL[target]
     inputs: Dims = (*(f"d{i}" for i in range(source - spatial)), *([None] * spatial))
     output: Dims = (*(f"d{i}" for i in range(result - spatial)), *([None] * spatial))
     linear = node.target in _MEANS or node.target not in _POOLS
