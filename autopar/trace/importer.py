@@ -26,6 +26,7 @@ from ..ir.graph import (
     set_info,
     update_info,
 )
+from .float_sizes import float_of_sizes
 from .inline import inline_regions
 from .inplace import Memory, mutates, written
 from .signature import keywords, loss_of
@@ -58,6 +59,7 @@ class Importer:
         self.aliases = _aliases(model)
         self.buffers: dict[str, TensorInfo] = {}
         self.placed: dict[str, fx.Node] = {}  # parameter name → its placeholder
+        self.counters: set[fx.Node] = set()  # of batches, counted up
         self.mutated: dict[str, None] = {}  # buffers that forward updates
 
     def program(self) -> Program:
@@ -111,19 +113,6 @@ class Importer:
         expr = size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(int(size))
         return expr.subs(self.symbols)
 
-    def _float(self, node: fx.Node) -> Any:
-        """A float that the author computed from sizes: a polynomial of them, as sizes are."""
-        value = node.meta["val"]
-        if isinstance(value, float):
-            return value
-        expr = value.node.expr.replace(lambda e: e.func.__name__ == "ToFloat", lambda e: e.args[0])
-        expr = sympy.nsimplify(expr.subs(self.symbols), rational=True)
-        if not expr.is_polynomial(B, S) or expr.free_symbols - {B, S} or sympy.denom(sympy.together(expr)) != 1:
-            raise TraceError(
-                f"{expr} is a float of sizes{place(node)}: divide a tensor by the size instead (y / x.shape[0])"
-            )
-        return expr
-
     def _shape(self, shape: Any, dims: dict[int, str] | None = None) -> tuple[sympy.Expr, ...]:
         named = {"b": B, "s": S}
         return tuple(named[dims[i]] if dims and i in dims else self._expr(n) for i, n in enumerate(shape))
@@ -163,7 +152,8 @@ class Importer:
         value = node.meta.get("val")
         check_known(node)
         if isinstance(value, torch.SymInt | torch.SymFloat | int | float):
-            self.memory.define(node, self._expr(value) if isinstance(value, torch.SymInt | int) else self._float(node))
+            whole = isinstance(value, torch.SymInt | int)
+            self.memory.define(node, self._expr(value) if whole else float_of_sizes(node, self.symbols))
             return
         if value is None or isinstance(value, torch.SymBool) or (isinstance(value, list | tuple) and not value):
             return  # an assertion
@@ -197,11 +187,14 @@ class Importer:
     def _is_statistic(self, node: fx.Node) -> bool:
         """Whether the in-place op counts the batches of a batch norm; recorded then."""
         counter = arguments(node)[0]
+        if isinstance(counter, fx.Node) and counter in self.counters:
+            raise TraceError(f"a batch norm is used twice in one forward{place(node)}: give each use a norm of its own")
         counted = isinstance(counter, fx.Node) and counter.op == "placeholder" and op_name(node) == "add_"
         facts = info(self.memory.read(counter)) if counted else None
         if facts is None or facts.role is not Role.BUFFER or not facts.ref.endswith("num_batches_tracked"):
             return False
         self._update(node, facts.ref)
+        self.counters.add(node)
         return True
 
     def _running_statistics(self, node: fx.Node) -> None:
@@ -210,7 +203,18 @@ class Importer:
         if training:
             for statistic in (mean, variance):
                 if isinstance(statistic, fx.Node):
-                    self._update(node, info(self.memory.read(statistic)).ref)
+                    self._update_once(node, info(self.memory.read(statistic)).ref)
+
+    def _update_once(self, node: fx.Node, buffer: str) -> None:
+        """The emitted batch norm updates statistics after the step, by those of its one use in it."""
+        if node.target is not torch.ops.aten.batch_norm.default:
+            raise TraceError(
+                f"an instance norm with running statistics{place(node)} is not supported: use "
+                "track_running_stats=False there, or a group norm"
+            )
+        if buffer in self.mutated:
+            raise TraceError(f"{buffer} is updated twice in one forward{place(node)}: give each use a norm of its own")
+        self._update(node, buffer)
 
     def _update(self, node: fx.Node, buffer: str) -> None:
         if self.batch_norm != "synchronise":

@@ -121,3 +121,29 @@ def test_statistics_are_saved_and_resumed(tmp_path: Path) -> None:
         assert saved["norm.num_batches_tracked"] == 2
         assert saved.keys() == resumed.keys()
         assert all(torch.equal(saved[name], resumed[name]) for name in saved)
+
+
+class Twice(Model):
+    """One norm, used twice: its statistics would be those of two places."""
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return super().forward(self.norm(x) * 2, target)
+
+
+def test_statistics_that_two_uses_share_are_refused() -> None:
+    with pytest.raises(TraceError, match="a batch norm is used twice in one forward"):
+        layered(Twice().double(), {key: value[:2] for key, value in _data()[0].items()})
+
+
+class Instances(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.images = nn.InstanceNorm1d(8, track_running_stats=True)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return super().forward(self.images(x.unsqueeze(-1).expand(-1, -1, 3)).sum(-1), target)
+
+
+def test_instance_norms_with_running_statistics_are_refused() -> None:
+    with pytest.raises(TraceError, match="track_running_stats=False"):
+        layered(Instances().double(), {key: value[:2] for key, value in _data()[0].items()})
