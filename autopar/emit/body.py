@@ -13,8 +13,9 @@ from ..ir.graph import B, NodeInfo, S, info, node_inputs
 from ..ir.ops import is_collective
 from .comments import comment_of
 from .expressions import expression
-from .folding import Folding, is_constant
+from .folding import Folding, in_reading_order, is_constant
 from .idioms import rotate
+from .lines import WIDTH, Line, rendered
 from .local_names import line_name
 from .names import value_name
 from .roles import Roles, is_bias_add, is_postfix
@@ -22,19 +23,8 @@ from .text import Text
 
 aten = torch.ops.aten
 
-WIDTH = 92  # of a line of a method without its indentation
-_MOST_OPS = 5  # in one line, views and casts not counted
+_MOST_OPS = 6  # in one line, views and casts not counted
 _RETURNED = 1 << 30  # the position after the last line
-
-
-@dataclass
-class Line:
-    """One line: what it says, the name it gives a value, its comment; `ends` a paragraph."""
-
-    text: str
-    name: str = ""
-    comment: str = ""
-    ends: bool = False
 
 
 @dataclass
@@ -60,8 +50,9 @@ class Body:
 
     def write(self) -> Body:
         self.names = dict(self.arguments)
-        self.order = {node: i for i, node in enumerate(self.ops)}
         self.folded = Folding(self.ops, self.results, self.roles)
+        self.ops = in_reading_order(self.ops, self.folded, self.roles)
+        self.order = self.folded.order = {node: i for i, node in enumerate(self.ops)}
         if self.arguments:
             self._sizes()
         for node in self.ops:
@@ -72,7 +63,7 @@ class Body:
 
     @property
     def lines(self) -> list[str]:
-        return rendered(self.written, WIDTH)
+        return rendered(self.written)
 
     def returned(self) -> list[str]:
         """The lines with a return; a result that is the last line's is returned by it."""
@@ -80,8 +71,8 @@ class Body:
         if len(self.results) == 1 and self.results[0] is self._last():
             *before, last = self.written
             text = f"return {last.text.removeprefix(f'{name} = ')}"
-            return rendered([*before, replace(last, text=text, name="")], WIDTH)
-        return rendered([*self.written, Line(f"return {name}")], WIDTH)
+            return rendered([*before, replace(last, text=text, name="")])
+        return rendered([*self.written, Line(f"return {name}")])
 
     def _last(self) -> fx.Node | None:
         """The op of the last line, unless it is a collective, which keeps a line to itself."""
@@ -138,7 +129,8 @@ class Body:
         self.names[node] = name
         self.imports |= text.imports
         comment = comment_of(node, self.head(node), self.tp)
-        self.written.append(Line(line, name, comment, ends=node in self.breaks))
+        minor = not is_collective(node.target) and "Partial" not in comment
+        self.written.append(Line(line, name, comment, minor, ends=node in self.breaks))
 
     def _count(self, node: fx.Node) -> int:
         inside = sum(self._count(n) for n in node_inputs(node) if n in self.folded)
@@ -203,27 +195,6 @@ class Body:
     def free(self, base: str, node: fx.Node) -> str:
         """The base, or with a number where another live value has it."""
         return value_name(base, {name for other, name in self.names.items() if self.last_use(other) > self.order[node]})
-
-
-def rendered(lines: Sequence[Line], width: int) -> list[str]:
-    """Lines with their comments: behind them, or before where that is too long, once for several of the same."""
-    texts: list[str] = []
-    place = 0
-    while place < len(lines):
-        line = lines[place]
-        same = [line]
-        while line.comment and place + len(same) < len(lines) and lines[place + len(same)].comment == line.comment:
-            same.append(lines[place + len(same)])
-        behind = [f"{one.text}  # {one.comment}" if one.comment else one.text for one in same]
-        if max(map(len, behind)) > width and line.comment:
-            names = f"{', '.join(one.name for one in same)}: " if len(same) > 1 else ""
-            texts += [f"# {names}{line.comment}", *(one.text for one in same)]
-        else:
-            texts += behind
-        place += len(same)
-        if lines[place - 1].ends and place < len(lines):
-            texts.append("")
-    return texts
 
 
 def _symbols(argument: Any) -> set[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from ..ir.graph import info, op_name
+from ..ir.graph import Role, info, node_inputs, op_name
 from ..ir.ops import is_collective
 from ..placement import Kind, Placement
 
@@ -30,13 +30,19 @@ def comment_of(node: fx.Node, head: fx.Node, tp: int) -> str:
         name = op_name(node)
         changes = "forward: nothing" if name in ("copy_to", "grad_from_first") else f"{_before(source, target)}"
         return f"{changes}; backward: {_BACKWARD[name]}" if facts.requires_grad else changes
-    strategy = info(head).strategy
-    if head.target is not aten.linear.default or strategy is None:
+    return {"column-parallel": "column-parallel", "row-parallel": "row-parallel → Partial"}.get(parallel(head), "")
+
+
+def parallel(node: fx.Node) -> str:
+    """ "column-parallel" or "row-parallel" for a product with a sharded parameter, else ""."""
+    operands, strategy = node_inputs(node), info(node).strategy
+    if node.target not in (aten.linear.default, aten.matmul.default, aten.mm.default) or strategy is None:
         return ""
-    weight = strategy.inputs[1]
-    if weight.is_shard:
-        return "column-parallel" if weight.dim == 0 else "row-parallel → Partial"
-    return ""
+    weight, placement = operands[1], strategy.inputs[1]
+    if info(weight).role is not Role.PARAMETER or len(info(weight).shape) != 2 or not placement.is_shard:
+        return ""
+    output = 0 if node.target is aten.linear.default else 1
+    return "column-parallel" if placement.dim == output else "row-parallel"
 
 
 def _before(source: Placement, target: Placement) -> str:

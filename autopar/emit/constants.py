@@ -10,14 +10,14 @@ from torch import fx
 
 from ..ir.graph import COUNT, PROLOGUE, Call, Role, info, node_inputs
 from .emission import Emission, dict_text, tuple_text
-from .layer_runs import lists, needs_paths, runs
+from .layer_runs import lists
 from .text import size_text
 
 _INDENT = "    "
 
 
-def constants(e: Emission) -> str:
-    """The module-level constants."""
+def constants(e: Emission, paths: bool) -> str:
+    """The module-level constants; `paths`: with the layers' paths, where the code reads them."""
     plan, mesh = e.plan, e.plan.mesh
     settings = [
         f"pp={mesh.pp}, dp={mesh.dp}, cp={mesh.cp}, tp={mesh.tp}",
@@ -33,10 +33,10 @@ def constants(e: Emission) -> str:
         settings.append(f"flops_per_step={e.predicted.flops_per_step:.6g}, peak_flops={e.predicted.peak_flops:.6g}")
     lines = ["SETTINGS = Settings(", *(f"{_INDENT}{line}," for line in settings), ")"]
     lines.append(f"LAYERS = {tuple_text(lists(e.program))}  # where the layers are; each is a unit of data parallelism")
-    if needs_paths(e.program, runs(e.program, lambda call: call.block)):
+    if paths:
         lines.append(f"PATHS = {tuple_text([call.path for call in e.program.layer_calls])}  # of the layers")
     tied = [f'("{alias}", "{original}")' for alias, original in {**e.tied(), **e.on_several_stages()}.items()]
-    lines.append(f"TIED = {tuple_text(tied, quote=False) if tied else '()'}  # (alias, original)")
+    lines += _rows("TIED", tied, "(alias, original)")
     if e.program.opaque:
         e.imports.add("opaque.OpaqueModules")
         lines.append("OPAQUE = OpaqueModules(__file__)  # modules that are kept whole: their classes are in opaque.pt")
@@ -54,6 +54,12 @@ def constants(e: Emission) -> str:
         lines += [f"    ({tuple_text(names)}, {dict_text(own)})," for names, own in _groups(e)]
         lines.append(")")
     return "\n".join(lines)
+
+
+def _rows(name: str, rows: Sequence[str], comment: str) -> list[str]:
+    """A tuple on one line where it fits, else a row a line."""
+    line = f"{name} = {tuple_text(rows, quote=False)}  # {comment}"
+    return [line] if len(line) <= 100 else [f"{name} = (  # {comment}", *(f"{_INDENT}{row}," for row in rows), ")"]
 
 
 def _data_settings(e: Emission) -> list[str]:

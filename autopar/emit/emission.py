@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,9 +16,10 @@ from .body import Body
 from .call_names import block_arguments, value_names
 from .comments import placement_text
 from .idioms import Idioms
-from .layer_runs import is_between
 from .roles import Roles
-from .text import size_text
+from .text import attribute, size_text
+
+_SHAPES = 48  # the width of a comment beside a method's arguments
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Emission:
 
     def _tied_before(self, node: fx.Node) -> str | None:
         """The name under which a parameter of prologue or epilogue has been declared last, before this one."""
-        between = [c.block for c in self.program.layer_calls if is_between(c.block)]
+        between = [c.block for c in self.program.layer_calls if self.program.is_between(c.block)]
         blocks = [self.program.blocks[n] for n in (PROLOGUE, *between, EPILOGUE) if n in self.program.blocks]
         declared = [n for block in blocks for n in block.placeholders(Role.PARAMETER)]
         if node not in declared:
@@ -98,6 +100,10 @@ class Emission:
         """parameter(…), tie(…) or buffer(…) of a placeholder."""
         facts = info(node)
         shape = tuple_text([size_text(n) for n in facts.shape], quote=False)
+        if facts.role is Role.BUFFER and self.is_statistic(node):
+            path, _, name = facts.ref.rpartition(".")
+            self.imports.add("norm.statistics")
+            return f'statistics(self, "{path}", {facts.shape[0]}, {facts.dtype})' if name == "running_mean" else ""
         if facts.role is Role.BUFFER:
             self.imports.add("parameters.buffer")
             return f'buffer(self, "{facts.ref}", {shape}, {facts.dtype})'
@@ -109,10 +115,16 @@ class Emission:
         self.imports.add("parameters.parameter")
         return f'parameter(self, "{facts.ref}", {shape}{shard}{frozen})'
 
+    def is_statistic(self, node: fx.Node) -> bool:
+        """Whether a buffer is a running mean or variance, which training changes."""
+        calls = [c for c in self.program.calls if node in self.program.blocks[c.block].placeholders()]
+        return any(call.full_name(info(node).ref) in self.program.mutated for call in calls)
+
     def access(self, node: fx.Node) -> str:
         facts = info(node)
-        path = f"self.{facts.ref}"
-        if any(part.isdigit() for part in facts.ref.split(".")):
+        path = f"self{attribute(facts.ref)}"
+        parts = facts.ref.split(".")
+        if parts[0].isdigit() or any(map(keyword.iskeyword, parts)):  # a child of the class itself is in no container
             kind = "buffer" if facts.role is Role.BUFFER else "parameter"
             path = f'self.get_{kind}("{facts.ref}")'
         if facts.role is Role.BUFFER or self.plan.mesh.tp == 1:
@@ -147,6 +159,7 @@ class Emission:
                 sizes[facts.placement.dim] += f"/{self.plan.mesh.tp}"
             kind = f"{placement_text(facts.placement)}@tp " if self.plan.mesh.tp > 1 else ""
             shown.append(f"{name}: {kind}[{', '.join(sizes)}]")
+        shown = shown if len(", ".join(shown)) < _SHAPES else shown[:1]
         return f"  # {', '.join(shown)}" if shown else ""
 
 

@@ -90,6 +90,37 @@ class Folding:
         return node
 
 
+def in_reading_order(ops: Sequence[fx.Node], folding: Folding, roles: Roles) -> list[fx.Node]:
+    """The ops, with neighbouring lines that make query, key and value in that order."""
+    ordered: list[fx.Node] = []
+    run: list[list[fx.Node]] = []  # each a line with what is folded into it
+    inside: list[fx.Node] = []
+    for node in ops:
+        inside.append(node)
+        if node in folding:
+            continue
+        if roles.of(node) not in _QUERY_KEY_VALUE or any(is_random(n) for n in inside):
+            ordered += [*(n for line in _sorted(run, roles) for n in line), *inside]
+            run = []
+        else:
+            run.append(inside)
+        inside = []
+    return [*ordered, *(n for line in _sorted(run, roles) for n in line), *inside]
+
+
+_QUERY_KEY_VALUE = ("q", "k", "v")
+
+
+def _sorted(lines: list[list[fx.Node]], roles: Roles) -> list[list[fx.Node]]:
+    """Lines by role, unless one reads another of a different role."""
+    own = {node: roles.of(line[-1]) for line in lines for node in line}
+    for line in lines:
+        for node in line:
+            if any(own.get(operand, own[node]) != own[node] for operand in node_inputs(node)):
+                return lines
+    return sorted(lines, key=lambda line: _QUERY_KEY_VALUE.index(roles.of(line[-1])))
+
+
 def is_random(node: fx.Node) -> bool:
     """Dropout, also that of attention."""
     return node.target is DROPOUT or node.target is SDPA and _dropout_p(node) != 0

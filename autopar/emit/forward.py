@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 from ..ir.graph import EPILOGUE, PROLOGUE, TABLES, B, Call, Role, S, info
 from .emission import Emission
-from .layer_runs import Run, is_between, layers_text, parent, path_text, runs
+from .layer_runs import Run, layers_text, parent, path_text, runs
 from .names import loop_name
+from .text import attribute
 
 
 def forward(e: Emission) -> list[str]:
@@ -97,11 +100,13 @@ def _layers(e: Emission) -> list[str]:
 
 def _single(e: Emission, run: Run) -> list[str]:
     call = e.program.layer_calls[run.start]
-    layer = f'self.get_submodule("{call.path}")'
-    if is_between(call.block):
+    layer = f"self{attribute(call.path)}"
+    if call.path[:1].isdigit():
+        layer = f'self.get_submodule("{call.path}")'
+    if e.program.is_between(call.block):
         layer = f"self._{call.block}"
     line = f"{_given(e, call)} = {layer}({arguments(e, call)})"
-    if is_between(call.block) and run.start in e.program.recompute:
+    if e.program.is_between(call.block) and run.start in e.program.recompute:
         line = f"{_given(e, call)} = checkpoint({layer}, {arguments(e, call)}, use_reentrant=False)"
     return [line] if _alone(e) else [f"if self._start <= {run.start} < self._stop:", f"    {line}"]
 
@@ -109,22 +114,19 @@ def _single(e: Emission, run: Run) -> list[str]:
 def _loop(e: Emission, run: Run) -> list[str]:
     calls = e.program.layer_calls[run.start : run.stop]
     layer, index = loop_name("layer", e.program), loop_name("i", e.program)
-    own = parent(calls[0])
-    whole = [c for c in e.program.layer_calls if parent(c) == own and not is_between(c.block)]
+    own, path = parent(calls[0]), path_text(e.program, run, index)
+    whole = [c for c in e.program.layer_calls if parent(c) == own and not e.program.is_between(c.block)]
     once = len({c.path for c in whole}) == len(whole) == len(calls)
-    if once and own and "PATHS" not in path_text(e.program, run, index) and (_alone(e) or _only_list(e, run)):
-        loop = f"for {layer} in self.{_attribute(own)}.children():"
+    regular = own != "" and not own[0].isdigit() and "PATHS" not in path
+    if once and regular and (_alone(e) or _only_list(e, run)):
+        loop = f"for {layer} in self{attribute(own)}.children():"
     else:
-        span = layers_text(e.program, run)
-        loop, layer = f"for {index} in {span}:", f"self.get_submodule({path_text(e.program, run, index)})"
+        loop = f"for {index} in {layers_text(e.program, run)}:"
+        place = re.search(r"\{(.*)\}", path)
+        layer = f"self{attribute(own)}[{place[1]}]" if regular and place else f"self.get_submodule({path})"
     return [loop, f"    {_given(e, calls[0])} = {layer}({arguments(e, calls[0])})"]
 
 
 def _only_list(e: Emission, run: Run) -> bool:
     """Whether every stage has layers of this list: it has no others."""
     return len(run) == len(e.program.layer_calls)
-
-
-def _attribute(path: str) -> str:
-    """ "stages.0.layers" as what follows self: get_submodule where a name is a number."""
-    return f'get_submodule("{path}")' if any(part.isdigit() for part in path.split(".")) else path

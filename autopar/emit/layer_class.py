@@ -20,7 +20,7 @@ def layer_class(e: Emission, block: Block) -> str:
     names = e.arguments(block)
     arguments = ", ".join(names.values())
     recomputed = any(e.program.layer_calls[i].block == block.name for i in e.program.recompute)
-    declared = [e.declare(n) for n in block.placeholders(Role.PARAMETER, Role.BUFFER)]
+    declared = [text for n in block.placeholders(Role.PARAMETER, Role.BUFFER) if (text := e.declare(n))]
     lines = [
         f"class {class_name(block.name, e.program)}(nn.Module):",
         *_docstring(e, block, names),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,16 +27,11 @@ def runs(program: Program, key: Callable[[Call], Any]) -> list[Run]:
         place
         for place, call in enumerate(calls)
         if not place
-        or is_between(call.block) != is_between(calls[place - 1].block)
+        or program.is_between(call.block) != program.is_between(calls[place - 1].block)
         or parent(call) != parent(calls[place - 1])
         or key(call) != key(calls[place - 1])
     ]
     return [Run(start, stop) for start, stop in zip(starts, [*starts[1:], len(calls)], strict=True)]
-
-
-def is_between(block: str) -> bool:
-    """Whether a block is what comes between two lists of layers: it runs as a layer does, but is none."""
-    return re.fullmatch(r"between\d*", block) is not None
 
 
 def parent(call: Call) -> str:
@@ -45,24 +39,34 @@ def parent(call: Call) -> str:
     return call.path.rpartition(".")[0]
 
 
+def offset(program: Program, run: Run) -> int | None:
+    """What to take from the place of a run's layer to have its number in the list; None where it is not so."""
+    paths = [call.path for call in program.layer_calls[run.start : run.stop]]
+    before, _, first = paths[0].rpartition(".")
+    if not first.isdigit():
+        return None
+    numbers = range(int(first), int(first) + len(run))
+    return run.start - int(first) if paths == [f"{before}.{i}".lstrip(".") for i in numbers] else None
+
+
 def path_text(program: Program, run: Run, index: str) -> str:
     """The path of layer `index` of a run, as source: f"model.layers.{i}"."""
     calls = program.layer_calls[run.start : run.stop]
-    own, first = parent(calls[0]), calls[0].path.rpartition(".")[2]
-    dot = f"{own}." if own else ""
     if len(calls) == 1:
         return f'"{calls[0].path}"'
-    offset = run.start - int(first)
-    if [call.path for call in calls] != [f"{dot}{i - offset}" for i in range(run.start, run.stop)]:
+    less = offset(program, run)
+    if less is None:
         return f"PATHS[{index}]"
-    shown = index if not offset else f"{index} - {offset}" if offset > 0 else f"{index} + {-offset}"
-    return f'f"{dot}{{{shown}}}"' if dot else f"str({shown})"
+    less = 0 if len(program.stages) == 1 else less
+    shown = index if not less else f"{index} - {less}" if less > 0 else f"{index} + {-less}"
+    return f'f"{parent(calls[0])}.{{{shown}}}"' if parent(calls[0]) else f"str({shown})"
 
 
 def layers_text(program: Program, run: Run) -> str:
-    """The indices of a run's layers that this stage has, as source."""
+    """The indices of a run's layers that this stage has, as source; with one stage, their numbers in the list."""
     if len(program.stages) == 1:
-        return f"range({run.start}, {run.stop})" if run.start else f"range({run.stop})"
+        less = offset(program, run) or 0
+        return f"range({run.start - less}, {run.stop - less})" if run.start != less else f"range({len(run)})"
     if run.start == 0 and run.stop == len(program.layer_calls):
         return "range(self._start, self._stop)"
     return f"self._range({run.start}, {run.stop})"
@@ -70,8 +74,4 @@ def layers_text(program: Program, run: Run) -> str:
 
 def lists(program: Program) -> list[str]:
     """Where the layers are: the paths of their lists."""
-    return list(dict.fromkeys(parent(c) for c in program.layer_calls if not is_between(c.block)))
-
-
-def needs_paths(program: Program, found: Sequence[Run]) -> bool:
-    return any("PATHS" in path_text(program, run, "i") for run in found)
+    return list(dict.fromkeys(parent(c) for c in program.layer_calls if not program.is_between(c.block)))

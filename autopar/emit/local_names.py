@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +21,13 @@ _OF_OP = {
     aten.sin.default: "sin", aten.arange.default: "positions", aten.arange.start: "positions", SDPA: "attn",
     **dict.fromkeys(SOFTMAX, "probs"),
 }  # fmt: skip
+# What an op without a gradient makes: indices, distances, masks. The op's own name would be Python's.
+_OF_NUMBERS = {
+    "sub": "difference", "abs": "distance", "neg": "distance", "min": "least", "max": "greatest", "add": "total",
+    "mul": "product", "div": "quotient", "where": "chosen", "cat": "joined", "sum": "total", "pow": "power",
+    "masked_fill": "filled", "scalar_tensor": "constant", "full": "constant", "all": "whole", "any": "some",
+    "round": "rounded", "index": "indexed", "slice": "part",
+}  # fmt: skip
 _RUNNING = ("h", "x")  # names of values that are what they are now
 
 
@@ -27,8 +35,9 @@ def line_name(body: Body, node: fx.Node) -> str:
     """The name of a line's value."""
     head = body.head(node)
     role = body.roles.of(node)
-    if role and not _is_mask_of_numbers(role, node):
-        return body.free(role, node)
+    if role:
+        # A mask of biases that are trained is no mask.
+        return body.free("bias" if role == "mask" and info(node).requires_grad else role, node)
     changed = _changed(body, head)
     if changed is not None and head.target not in NORMS:
         kept = body.names[changed]
@@ -64,12 +73,8 @@ def _own(body: Body, head: fx.Node, node: fx.Node) -> str:
     weights = [n for n in node_inputs(head) if info(n).role in (Role.PARAMETER, Role.BUFFER)]
     if not body.reads(head) and weights:
         return info(weights[0]).ref.rpartition(".")[2]
-    return op_name(head).strip("_")
-
-
-def _is_mask_of_numbers(role: str, node: fx.Node) -> bool:
-    """A sum of position biases with a gradient is no mask."""
-    return role == "mask" and info(node).requires_grad
+    name = op_name(head).strip("_")
+    return _OF_NUMBERS.get(name, name)
 
 
 def _short(module: str) -> str:
@@ -77,4 +82,6 @@ def _short(module: str) -> str:
     leaf = next((part for part in reversed(module.split(".")) if not part.isdigit()), "h").removeprefix("self_")
     if leaf.endswith("head"):
         return "logits"
+    if re.search(r"relative|position", leaf) and "bias" in leaf:
+        return "position_bias"
     return leaf.removesuffix("_proj") if leaf != "c_proj" else leaf

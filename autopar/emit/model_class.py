@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ..ir.graph import EPILOGUE, PROLOGUE, TABLES, Block, Role, info, is_count
 from .emission import Emission, tuple_text
 from .forward import forward
-from .layer_runs import Run, is_between, layers_text, parent, path_text, runs
+from .layer_runs import Run, layers_text, offset, parent, path_text, runs
 from .names import class_name
 from .placement_table import placement_table
 from .text import size_text
@@ -16,7 +16,7 @@ from .text import size_text
 def model_class(e: Emission) -> str:
     """One class for all ranks: the stage chooses its part."""
     blocks = e.program.blocks
-    between = list(dict.fromkeys(c.block for c in e.program.layer_calls if is_between(c.block)))
+    between = list(dict.fromkeys(c.block for c in e.program.layer_calls if e.program.is_between(c.block)))
     methods = [_method(e, blocks[name]) for name in (TABLES, PROLOGUE, *between, EPILOGUE) if name in blocks]
     code = [*_declarations(e), "", *forward(e)]
     ranges = _range_method() if any("self._range(" in line for line in code) else []
@@ -78,7 +78,7 @@ def _declarations(e: Emission) -> list[str]:
             lines += _guarded(e, blocks[name], guard)
     for run in runs(e.program, lambda call: call.block):
         block = e.program.layer_calls[run.start].block
-        if is_between(block):
+        if e.program.is_between(block):
             guard = "" if alone else f"self._start <= {run.start} < self._stop"
             lines += _guarded(e, blocks[block], guard)
         else:
@@ -90,7 +90,7 @@ def _declarations(e: Emission) -> list[str]:
 
 def _guarded(e: Emission, block: Block, guard: str) -> list[str]:
     own = [n for n in block.placeholders(Role.PARAMETER, Role.BUFFER) if not is_count(info(n))]
-    declared = [e.declare(n) for n in own]
+    declared = [text for n in own if (text := e.declare(n))]
     if not guard or not declared:
         return declared
     return [f"if {guard}:", *(f"    {line}" for line in declared)]
@@ -107,7 +107,8 @@ def _new_layers(e: Emission, run: Run) -> list[str]:
         flag = f"{run.start} in RECOMPUTE" if again else ""
         line = f'submodule(self, "{e.program.layer_calls[run.start].path}", {name}({flag}))'
         return [line] if alone else [f"if self._start <= {run.start} < self._stop:", f"    {line}"]
-    flag = "i in RECOMPUTE" if again else ""
+    less = offset(e.program, run) if alone else None
+    flag = f"i{f' + {less}' if less else ''} in RECOMPUTE" if again else ""
     return [
         f"for i in {layers_text(e.program, run)}:",
         f"    submodule(self, {path_text(e.program, run, 'i')}, {name}({flag}))",
@@ -130,7 +131,7 @@ def _method(e: Emission, block: Block) -> list[str]:
 
 
 def _purpose(e: Emission, block: Block) -> str:
-    if not is_between(block.name):
+    if not e.program.is_between(block.name):
         return {
             TABLES: "What layers read that depends on no parameter: every stage makes its own.",
             PROLOGUE: "What runs before the first layer.",

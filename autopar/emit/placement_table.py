@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from ..ir.graph import NodeInfo, Role, info, node_inputs
+from ..ir.graph import NodeInfo, Role, info, node_inputs, op_name
 from ..placement import Kind
-from .comments import placement_text
+from .comments import parallel, placement_text
 from .text import size_text
 
 _WIDTH = 96
@@ -57,10 +57,8 @@ def _note(node: fx.Node) -> str:
     if not facts.placement.is_shard:
         return ""
     for user in node.users:
-        strategy = info(user).strategy
-        name = getattr(getattr(user.target, "overloadpacket", user.target), "__name__", "")
-        if name == "linear" and strategy is not None and node_inputs(user)[1] is node:
-            return "column-parallel" if facts.placement.dim == 0 else "row-parallel"
-        if name == "embedding" and facts.placement.dim == 0:
+        if parallel(user) and node_inputs(user)[1] is node:
+            return parallel(user)
+        if op_name(user) == "embedding" and facts.placement.dim == 0:
             return "a range of its rows"
     return ""

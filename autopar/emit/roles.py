@@ -126,6 +126,8 @@ class Roles:
             return "scores"
         if user.target in (aten.cos.default, aten.sin.default):
             return "angles"
+        if user.target is aten.embedding.default and not is_positions(operands[1]):
+            return "indices" if place == 1 else ""
         if user.target in _PRODUCTS and all(info(n).role is Role.OP for n in operands):
             if self.of(user) == "scores":
                 return ("q", "k")[place]
@@ -180,6 +182,13 @@ def is_postfix(node: fx.Node) -> bool:
         return False
     cast = node.target is aten.to.dtype
     return cast or rule_of(node).kind == "view" and len(node_inputs(node)) == 1
+
+
+def is_positions(node: fx.Node) -> bool:
+    """A range of numbers, whatever its shape."""
+    while is_postfix(node):
+        node = node_inputs(node)[0]
+    return node.target in (aten.arange.default, aten.arange.start, aten.arange.start_step)
 
 
 def is_bias_add(node: fx.Node) -> bool:

@@ -6,8 +6,8 @@ from ..ir.graph import COUNT, Program, Role, info
 from ..plan import Plan
 from .constants import constants
 from .emission import Emission, Predicted
+from .header import docstring
 from .layer_class import layer_class
-from .layer_runs import is_between
 from .model_class import model_class
 from .names import argument_name, check_attributes
 
@@ -19,11 +19,11 @@ def model_source(program: Program, plan: Plan, predicted: Predicted, header: str
     """
     check_attributes(program)
     e = Emission(program, plan, predicted)
-    names = dict.fromkeys(c.block for c in program.layer_calls if not is_between(c.block))
+    names = dict.fromkeys(c.block for c in program.layer_calls if not program.is_between(c.block))
     layers = [layer_class(e, e.program.blocks[name]) for name in names]
     code = "\n\n\n".join([*e.functions.values(), *layers, model_class(e), *_count_function(e)])
-    settings = constants(e)
-    parts = [_docstring(program, plan, header), _imports(e, settings + code), settings]
+    settings = constants(e, "PATHS[" in code)
+    parts = [docstring(program, plan, predicted, header), _imports(e, settings + code), settings]
     return "\n\n".join(part.strip("\n") for part in parts) + f"\n\n\n{code}\n"
 
 
@@ -63,9 +63,3 @@ def _count_function(e: Emission) -> list[str]:
         *(f"    {line}" for line in body.returned()),
     ]
     return ["\n".join(lines)]
-
-
-def _docstring(program: Program, plan: Plan, header: str) -> str:
-    first = f"{program.name}, distributed by autopar: {plan.mesh}."
-    inside = f"{first}\n\n{header.strip()}\n" if header else first
-    return f'"""{inside}"""'

@@ -104,3 +104,8 @@ def literal(value: Any) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
     return str(value)
+
+
+def attribute(path: str) -> str:
+    """A dotted path as what follows `self`: ".layers[3].mlp.weight" for "layers.3.mlp.weight"."""
+    return "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in path.split("."))

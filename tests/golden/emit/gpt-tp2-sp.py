@@ -1,4 +1,11 @@
-"""GPT, distributed by autopar: tp2."""
+"""GPT, distributed by autopar over 2 GPUs.
+
+plan       tp2 (megatron-sp), zero 0, micro-batch 4 × 2, recompute none, bf16, AdamW
+run        torchrun --nproc-per-node 2 -- train.py (several nodes: launch.sh)
+on tp      Shard(d): each rank has a slice of dim d; Replicate: each has all of it; Partial: each has a
+           summand of it. local(w) is this rank's part of a parameter; summed(w) too, for a replicated
+           parameter that each rank uses for other work: its gradient is summed over tp.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -80,13 +87,10 @@ class Block(nn.Module):
         b, s = x.shape[0], x.shape[1] * 2  # x has 1/2 of s
         h = F.layer_norm(x, (64,), summed(self.ln_1.weight), summed(self.ln_1.bias), eps=1e-05)
         h = all_gather(h, dim=1, axis="tp")  # Shard(1) → Replicate; backward: reduce-scatter
-        # column-parallel
         q = F.linear(h, local(self.attn.c_attn._weight_0), local(self.attn.c_attn._bias_0))
         q = q.reshape(b, s, 2, 16).transpose(1, 2)
-        # column-parallel
         k = F.linear(h, local(self.attn.c_attn._weight_1), local(self.attn.c_attn._bias_1))
         k = k.reshape(b, s, 2, 16).transpose(1, 2)
-        # column-parallel
         v = F.linear(h, local(self.attn.c_attn._weight_2), local(self.attn.c_attn._bias_2))
         v = v.reshape(b, s, 2, 16).transpose(1, 2)
         attn = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -141,10 +145,11 @@ class Model(nn.Module):
     def _epilogue(self, x, labels):  # x: Shard(1)@tp [b, s/2, 64]
         """What runs after the last layer: this micro-batch's share of the mean loss."""
         b, s = x.shape[0], x.shape[1] * 2  # x has 1/2 of s
-        x = F.layer_norm(x, (64,), summed(self.transformer.ln_f.weight), summed(self.transformer.ln_f.bias), eps=1e-05)
+        x = F.layer_norm(
+            x, (64,), summed(self.transformer.ln_f.weight), summed(self.transformer.ln_f.bias), eps=1e-05
+        )
         x = all_gather(x, dim=1, axis="tp")  # Shard(1) → Replicate; backward: reduce-scatter
         labels = labels.reshape(b * s)
-        # column-parallel
         logits = F.linear(x, local(self.lm_head.weight)).reshape(b * s, -1).to(torch.float32)
         loss = cross_entropy(logits, labels, size=97, axis="tp")
         return loss / self._count

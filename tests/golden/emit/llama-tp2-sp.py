@@ -1,4 +1,11 @@
-"""LlamaForCausalLM, distributed by autopar: tp2."""
+"""LlamaForCausalLM, distributed by autopar over 2 GPUs.
+
+plan       tp2 (megatron-sp), zero 0, micro-batch 4 × 2, recompute none, bf16, AdamW
+run        torchrun --nproc-per-node 2 -- train.py (several nodes: launch.sh)
+on tp      Shard(d): each rank has a slice of dim d; Replicate: each has all of it; Partial: each has a
+           summand of it. local(w) is this rank's part of a parameter; summed(w) too, for a replicated
+           parameter that each rank uses for other work: its gradient is summed over tp.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -59,12 +66,11 @@ class LlamaDecoderLayer(nn.Module):
         b, s = x.shape[0], x.shape[1] * 2  # x has 1/2 of s
         h = summed(self.input_layernorm.weight) * F.rms_norm(x, (64,), eps=1e-06)
         h = all_gather(h, dim=1, axis="tp")  # Shard(1) → Replicate; backward: reduce-scatter
-        # q, k, v: column-parallel
         q = F.linear(h, local(self.self_attn.q_proj.weight)).reshape(b, s, 2, 16).transpose(1, 2)
-        k = F.linear(h, local(self.self_attn.k_proj.weight)).reshape(b, s, 1, 16).transpose(1, 2)
-        v = F.linear(h, local(self.self_attn.v_proj.weight)).reshape(b, s, 1, 16).transpose(1, 2)
         q = rotate(q, cos, sin)
+        k = F.linear(h, local(self.self_attn.k_proj.weight)).reshape(b, s, 1, 16).transpose(1, 2)
         k = rotate(k, cos, sin)
+        v = F.linear(h, local(self.self_attn.v_proj.weight)).reshape(b, s, 1, 16).transpose(1, 2)
         attn = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.25, enable_gqa=True)
         attn = attn.transpose(1, 2).reshape(b, s, 32)
         attn = F.linear(attn, local(self.self_attn.o_proj.weight))  # row-parallel → Partial

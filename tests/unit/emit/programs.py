@@ -21,7 +21,7 @@ from autopar.search.intra_op import solve
 from autopar.search.layouts import MEGATRON, MEGATRON_SP, Layout, replicated
 from autopar.search.op_costs import TimeCosts
 from autopar.trace.huggingface import default_inputs
-from tests import models
+from tests import models, zoo
 
 SEQUENCE = 16
 LAYOUTS = {layout.name: layout for layout in (MEGATRON, MEGATRON_SP)}
@@ -56,11 +56,12 @@ def emitted(
     recompute: tuple[int, ...] = (),
     dropout: float = 0.0,
 ) -> Emitted:
-    """The GPT of examples/gpt.py or HF's Llama, of width 64, in bf16."""
+    """The GPT of examples/gpt.py or HF's Llama, of width 64, or a family of tests/zoo.py; in bf16."""
     if model == "gpt":
         _, program = models.gpt(torch.bfloat16, meta=True, n_layer=layers, dropout=dropout)
     else:
-        program = _llama(layers)
+        program = _llama(layers) if model == "llama" else _family(model)
+    layers = len(program.layer_calls)
     plan = Plan(
         mesh=Mesh(pp=pp, tp=tp),
         global_batch=8,
@@ -87,11 +88,20 @@ def _llama(layers: int) -> Program:
     return prepare(model, default_inputs(model, 2, SEQUENCE), "bf16")
 
 
+def _family(name: str) -> Program:
+    family = zoo.FAMILIES[name]
+    with torch.device("meta"):
+        model = family.build()
+    inputs = family.inputs(2, torch.Generator().manual_seed(0))
+    return prepare(model, {**inputs, **family.arguments}, "bf16")
+
+
 def _solution(program: Program, tp: int, layout: Layout) -> Solution:
     if tp == 1:
         return replicated(program)
     # Of a size at which splitting the work pays: the layout is then the one it is named for.
-    values = {B: 4, S: 4096}
+    tokens = any(S in tensor.shape for tensor in program.inputs.values())
+    values = {B: 4, S: 4096} if tokens else {B: 64, S: 1}
     axis = Axis("tp", tp, sequence=layout.sequence, values=values)
     return solve(program, axis, TimeCosts(gpu("h100-sxm-80gb"), "bf16", tp, values), layout)
 

@@ -1,0 +1,59 @@
+"""The docstring of model.py: model, plan, what was predicted, how to run it, the words used below."""
+
+from __future__ import annotations
+
+from ..ir.graph import Program
+from ..plan import Plan
+from .emission import Predicted
+
+_TYPES = """\
+on tp      Shard(d): each rank has a slice of dim d; Replicate: each has all of it; Partial: each has a
+           summand of it. local(w) is this rank's part of a parameter; summed(w) too, for a replicated
+           parameter that each rank uses for other work: its gradient is summed over tp."""
+
+
+def docstring(program: Program, plan: Plan, predicted: Predicted, table: str) -> str:
+    """The docstring with its quotes; `table` is the plan table, or nothing."""
+    world = plan.mesh.world_size
+    parts = [
+        f"{program.name}, distributed by autopar over {world} GPU{'s' if world > 1 else ''}.",
+        "\n".join(
+            [
+                f"plan       {plan_text(plan)}",
+                *([f"predicted  {text}"] if (text := _predicted(predicted)) else []),
+                f"run        torchrun --nproc-per-node {world} -- train.py (several nodes: launch.sh)",
+                *([_TYPES] if plan.mesh.tp > 1 else []),
+            ]
+        ),
+    ]
+    parts += [table.strip()] if table.strip() else []
+    return '"""' + "\n\n".join(parts).replace("\\", "\\\\").replace('"""', "'''") + '\n"""'
+
+
+def plan_text(plan: Plan) -> str:
+    """pp2·tp2 (megatron), zero 0, 4 × 2 samples by 1f1b, no recompute, bf16, AdamW."""
+    layout = f" ({plan.solution.name})" if plan.solution.name and plan.mesh.tp > 1 else ""
+    schedule = f" by {plan.schedule}" if plan.schedule != "none" else ""
+    layers = plan.stages[-1][1]
+    again = "all layers" if len(plan.recompute) == layers else f"{len(plan.recompute)} of {layers} layers"
+    return ", ".join(
+        (
+            f"{plan.mesh}{layout}",
+            f"zero {plan.zero}",
+            f"micro-batch {plan.micro_batch} × {plan.accumulation}{schedule}",
+            f"recompute {again if plan.recompute else 'none'}",
+            plan.precision,
+            plan.optimizer.name,
+        )
+    )
+
+
+def _predicted(predicted: Predicted) -> str:
+    parts = []
+    if predicted.step_s is not None:
+        parts.append(f"{predicted.step_s:.3g} s a step")
+    if predicted.mfu is not None:
+        parts.append(f"MFU {predicted.mfu:.1%}")
+    if predicted.peak_bytes is not None:
+        parts.append(f"{predicted.peak_bytes / 2**30:.3g} GiB on the fullest GPU")
+    return ", ".join(parts)
