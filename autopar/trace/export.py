@@ -107,7 +107,7 @@ def _export(model: nn.Module, example: dict[str, Any], dims: dict[str, dict[int,
             name: {d: symbols[kind] for d, kind in dims[name].items()} if name in dims else None for name in example
         }
         try:
-            with Literals():  # type: ignore[no-untyped-call]
+            with Literals():
                 exported = torch.export.export(
                     model, (), example, strict=False, dynamic_shapes=shapes,
                     prefer_deferred_runtime_asserts_over_guards=deferred,

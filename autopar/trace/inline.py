@@ -47,7 +47,8 @@ def inline_regions(module: fx.GraphModule) -> None:
 
 def _first(module: fx.GraphModule, region: fx.Node) -> fx.Node:
     graph = getattr(module, str(region.target)).graph
-    return next(n for n in graph.nodes if n.op == "call_function")
+    first: fx.Node = next(n for n in graph.nodes if n.op == "call_function")
+    return first
 
 
 def _inline(node: fx.Node, region: fx.Graph, operands: list[Any], detached: bool) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode  # type: ignore[attr-defined]
+from torch.overrides import TorchFunctionMode
 
 
 class Literals(TorchFunctionMode):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -113,7 +114,7 @@ def test_random_views_and_writes(seed: int) -> None:
 
 
 class Writes(nn.Module):
-    def __init__(self, write: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    def __init__(self, write: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
         self.write = write
         self.weight = nn.Parameter(torch.ones(6))
@@ -123,34 +124,34 @@ class Writes(nn.Module):
         return self.write(self, x).sum()
 
 
-def _input(model: nn.Module, x: Tensor) -> Tensor:
+def _input(model: Any, x: Tensor) -> Any:
     return x.mul_(2) * model.weight
 
 
-def _buffer(model: nn.Module, x: Tensor) -> Tensor:
-    model.steps.add_(1)  # type: ignore[operator, union-attr]
+def _buffer(model: Any, x: Tensor) -> Any:
+    model.steps.add_(1)
     return x * model.weight
 
 
-def _parameter(model: nn.Module, x: Tensor) -> Tensor:
+def _parameter(model: Any, x: Tensor) -> Any:
     with torch.no_grad():
-        model.weight.mul_(0.9)  # type: ignore[operator, union-attr]
+        model.weight.mul_(0.9)
     return x * model.weight
 
 
-def _detached(model: nn.Module, x: Tensor) -> Tensor:
+def _detached(model: Any, x: Tensor) -> Any:
     y = x * model.weight
     y.detach().mul_(2)
     return y
 
 
-def _data(model: nn.Module, x: Tensor) -> Tensor:
+def _data(model: Any, x: Tensor) -> Any:
     y = x * model.weight
     y.data.mul_(2)
     return y
 
 
-def _without_gradients(model: nn.Module, x: Tensor) -> Tensor:
+def _without_gradients(model: Any, x: Tensor) -> Any:
     y = x * model.weight
     with torch.no_grad():
         y.mul_(2)
@@ -192,7 +193,8 @@ class Regions(nn.Module):
             island = (y.float() / scale.float()).softmax(-1).to(y.dtype)
         z = torch.zeros_like(island)
         z[:, 1:] = island[:, :-1] * torch.tensor([1.0, 2, 3, 4, 5, 6], dtype=x.dtype, device=x.device)
-        return (z * same).sum()
+        total: Tensor = (z * same).sum()
+        return total
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -223,7 +225,8 @@ def test_running_statistics_are_recorded() -> None:
             self.body = model
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.body(x).mean()
+            mean: Tensor = self.body(x).mean()
+            return mean
 
     images = {"x": torch.zeros(2, 3, 8, 8)}
     with pytest.raises(TraceError, match=r"batch_norm='synchronise'"):

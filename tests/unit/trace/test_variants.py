@@ -19,7 +19,14 @@ from tests import zoo
 from tests.interpreter import run_program
 
 WITH_BATCH_NORM = {"resnet", "timm_resnet50", "hf_resnet:eager"}
+# On meta their load-balancing takes the GPU's branch, `histc` of integers, which the CPU has not.
+NOT_ON_CPU = {"mixtral_aux:sdpa", "mixtral_aux:eager"}
 ALL = {**zoo.FAMILIES, **zoo.VARIANTS}
+CASES = [
+    pytest.param(name, marks=[] if name in zoo.FAMILIES else [pytest.mark.slow])
+    for name in ALL
+    if name not in NOT_ON_CPU
+]
 
 
 def eager_loss(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
@@ -41,7 +48,7 @@ def layered(program: Program, model: nn.Module) -> Program:
     return split_layers(program, class_names(model))
 
 
-@pytest.mark.parametrize("name", list(ALL))
+@pytest.mark.parametrize("name", CASES)
 def test_loss_of_the_trace(name: str) -> None:
     """fp32, to 1e-5 of rounding; as traced, and once prepared and cut into layers. Gradients once cut."""
     warnings.simplefilter("ignore")
@@ -65,4 +72,4 @@ def test_loss_of_the_trace(name: str) -> None:
     loss.backward()
     for parameter_name, parameter in model.named_parameters():
         mine, theirs = (torch.zeros(()) if g is None else g for g in (parameter.grad, gradients[parameter_name]))
-        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5, msg=lambda m, n=parameter_name: f"{n}: {m}")
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5, msg=parameter_name)
