@@ -63,12 +63,11 @@ def _run_block(
             values[node] = target(*map(real, node.args), **{k: real(v) for k, v in node.kwargs.items()})
         elif facts.role is Role.VALUE:
             values[node] = held[call.inputs[int(facts.ref)]]
-        elif facts.role is Role.INPUT:
-            values[node] = inputs[facts.ref]
-        elif facts.ref in held:
-            values[node] = held[facts.ref]
         else:
-            values[node] = _tensor(program, model, call.full_name(facts.ref))
+            given = inputs if facts.role is Role.INPUT else held
+            values[node] = (
+                given[facts.ref] if facts.ref in given else _tensor(program, model, call.full_name(facts.ref))
+            )
         value = values[node]
         if isinstance(value, Tensor):
             shape = tuple(int(n.subs(dict(sizes))) for n in facts.shape)
@@ -85,4 +84,5 @@ def _tensor(program: Program, model: nn.Module, name: str) -> Tensor:
             sizes = [int(program.parameters[part].shape[fused.dim]) for part in fused.parts]
             return _tensor(program, model, original).split(sizes, fused.dim)[index]
     named = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-    return named[name]
+    tensor: Tensor = named[name]
+    return tensor

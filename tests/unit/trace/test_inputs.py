@@ -94,7 +94,9 @@ def test_the_loss_is_found(what: str) -> None:
     assert info(trace(Returns(what), {"x": torch.zeros(3, 6)}, torch.float32).blocks[MODEL].results[0]).shape == ()
 
 
-@pytest.mark.parametrize(("what", "said"), [("two", r"\(\(b, 1\), \(\), \(\)\)"), ("none", "loss=a callable"), ("vector", "'loss'")])
+@pytest.mark.parametrize(
+    ("what", "said"), [("two", r"\(\(b, 1\), \(\), \(\)\)"), ("none", "loss=a callable"), ("vector", "'loss'")]
+)
 def test_no_loss_is_found(what: str, said: str) -> None:
     with pytest.raises(TraceError, match="must return the loss first"):
         trace(Returns(what), {"x": torch.zeros(3, 6)}, torch.float32)
@@ -105,7 +107,9 @@ def test_nested_inputs_are_refused_by_name() -> None:
         def forward(self, batch: dict[str, Tensor]) -> Tensor:
             return batch["x"].mean()
 
-    with pytest.raises(TraceError, match=r"input 'batch' is a dict with tensors in it \(x, y\): pass each as a keyword"):
+    with pytest.raises(
+        TraceError, match=r"input 'batch' is a dict with tensors in it \(x, y\): pass each as a keyword"
+    ):
         trace(Nested(), {"batch": {"x": torch.zeros(2, 3), "y": torch.zeros(2)}}, torch.float32)
 
 
