@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -57,9 +58,20 @@ def wrapped(text: str) -> list[str]:
     opening = text.find("(")
     if len(text) <= WIDTH or opening < 0 or "  # " in text or not text.endswith(")"):
         return [text]
+    if not re.match(r"\w", text[opening - 1]):  # no call
+        return [text]
+    if re.search(r'"[^"]*[()\[\]{},#][^"]*"', text):  # not to cut a string
+        return [text]
     depth = 0
+    commas = []
     for place, character in enumerate(text[opening:], opening):
-        depth += (character == "(") - (character == ")")
+        depth += (character in "([{") - (character in ")]}")
+        commas += [place] if depth == 1 and text[place : place + 2] == ", " else []
         if depth == 0 and place < len(text) - 1:
             return [text]
-    return [text[: opening + 1], f"    {text[opening + 1 : -1]}", ")"]
+    inner = text[opening + 1 : -1]
+    if len(inner) + 4 <= WIDTH:
+        return [text[: opening + 1], f"    {inner}", ")"]
+    cuts = [opening - 1, *commas, len(text) - 1]
+    given = [text[start + 2 : stop] for start, stop in zip(cuts, cuts[1:], strict=False)]
+    return [text[: opening + 1], *(f"    {argument}," for argument in given), ")"]

@@ -67,9 +67,17 @@ class ViTLayer(nn.Module):
         parameter(self, "mlp.fc2.bias", (32,))
 
     def forward(self, x, mask):  # x: Replicate@tp [b, 10, 32]
+        x = self._attention(x, mask)
+        return self._mlp(x)
+
+    def _attention(self, x, mask):  # x: Replicate@tp [b, 10, 32]
         b = x.shape[0]
         h = F.layer_norm(
-            x, (32,), local(self.layernorm_before.weight), local(self.layernorm_before.bias), eps=1e-12
+            x,
+            (32,),
+            local(self.layernorm_before.weight),
+            local(self.layernorm_before.bias),
+            eps=1e-12,
         )
         h = copy_to(h, axis="tp")  # forward: nothing; backward: all-reduce
         q = F.linear(h, local(self.attention.q_proj.weight), local(self.attention.q_proj.bias))
@@ -82,10 +90,15 @@ class ViTLayer(nn.Module):
         attn = attn.transpose(1, 2).reshape(b, 10, 16)
         attn = F.linear(attn, local(self.attention.o_proj.weight))  # row-parallel → Partial
         attn = all_reduce(attn, axis="tp")  # Partial → Replicate; backward: nothing
-        x = attn + local(self.attention.o_proj.bias) + x
+        return attn + local(self.attention.o_proj.bias) + x
 
+    def _mlp(self, x):  # x: Replicate@tp [b, 10, 32]
         h = F.layer_norm(
-            x, (32,), local(self.layernorm_after.weight), local(self.layernorm_after.bias), eps=1e-12
+            x,
+            (32,),
+            local(self.layernorm_after.weight),
+            local(self.layernorm_after.bias),
+            eps=1e-12,
         )
         h = copy_to(h, axis="tp")  # forward: nothing; backward: all-reduce
         h = F.gelu(F.linear(h, local(self.mlp.fc1.weight), local(self.mlp.fc1.bias)))
@@ -145,7 +158,10 @@ class Model(nn.Module):
         b = pixel_values.shape[0]
         pixel_values = pixel_values.to(torch.bfloat16)
         projection = F.conv2d(
-            pixel_values, local(self.vit.embeddings.patch_embeddings.projection.weight), local(self.vit.embeddings.patch_embeddings.projection.bias), stride=8
+            pixel_values,
+            local(self.vit.embeddings.patch_embeddings.projection.weight),
+            local(self.vit.embeddings.patch_embeddings.projection.bias),
+            stride=8,
         )
         projection = projection.reshape(b, 16, 9).transpose(1, 2)
         x = torch.cat((local(self.vit.embeddings.cls_token).expand(b, 1, 16), projection), dim=1)

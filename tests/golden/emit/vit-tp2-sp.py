@@ -67,9 +67,17 @@ class ViTLayer(nn.Module):
         parameter(self, "mlp.fc2.bias", (32,))
 
     def forward(self, x, mask):  # x: Shard(1)@tp [b, 10/2, 32]
+        x = self._attention(x, mask)
+        return self._mlp(x)
+
+    def _attention(self, x, mask):  # x: Shard(1)@tp [b, 10/2, 32]
         b = x.shape[0]
         h = F.layer_norm(
-            x, (32,), summed(self.layernorm_before.weight), summed(self.layernorm_before.bias), eps=1e-12
+            x,
+            (32,),
+            summed(self.layernorm_before.weight),
+            summed(self.layernorm_before.bias),
+            eps=1e-12,
         )
         h = all_gather(h, dim=1, axis="tp")  # Shard(1) → Replicate; backward: reduce-scatter
         q = F.linear(h, local(self.attention.q_proj.weight), local(self.attention.q_proj.bias))
@@ -82,10 +90,15 @@ class ViTLayer(nn.Module):
         attn = attn.transpose(1, 2).reshape(b, 10, 16)
         attn = F.linear(attn, local(self.attention.o_proj.weight))  # row-parallel → Partial
         attn = reduce_scatter(attn, dim=1, axis="tp")  # Partial → Shard(1); backward: all-gather
-        x = attn + summed(self.attention.o_proj.bias) + x
+        return attn + summed(self.attention.o_proj.bias) + x
 
+    def _mlp(self, x):  # x: Shard(1)@tp [b, 10/2, 32]
         h = F.layer_norm(
-            x, (32,), summed(self.layernorm_after.weight), summed(self.layernorm_after.bias), eps=1e-12
+            x,
+            (32,),
+            summed(self.layernorm_after.weight),
+            summed(self.layernorm_after.bias),
+            eps=1e-12,
         )
         h = all_gather(h, dim=1, axis="tp")  # Shard(1) → Replicate; backward: reduce-scatter
         h = F.gelu(F.linear(h, local(self.mlp.fc1.weight), local(self.mlp.fc1.bias)))
@@ -136,7 +149,10 @@ class Model(nn.Module):
         b = pixel_values.shape[0]
         pixel_values = pixel_values.to(torch.bfloat16)
         projection = F.conv2d(
-            pixel_values, local(self.vit.embeddings.patch_embeddings.projection.weight), local(self.vit.embeddings.patch_embeddings.projection.bias), stride=8
+            pixel_values,
+            local(self.vit.embeddings.patch_embeddings.projection.weight),
+            local(self.vit.embeddings.patch_embeddings.projection.bias),
+            stride=8,
         )
         projection = projection.reshape(b, 16, 9).transpose(1, 2)
         x = torch.cat((local(self.vit.embeddings.cls_token).expand(b, 1, 16), projection), dim=1)

@@ -224,20 +224,13 @@ def test_length_does_not_depend_on_depth(plan: str) -> None:
 
 
 def statements(source: str) -> int:
-    """Lines of code of a class: no blank lines, comments or docstrings."""
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
+    """Lines of code: no blank lines, comments or docstrings."""
+    docs: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
-            node.body = node.body[1:]
-    lines = {n.lineno + i for n in ast.walk(tree) if isinstance(n, ast.stmt) for i in range(_own_lines(n))}
-    return len(lines)
-
-
-def _own_lines(node: ast.stmt) -> int:
-    """The lines of a statement without those of its body."""
-    assert node.end_lineno is not None
-    inner = getattr(node, "body", None)
-    return (inner[0].lineno if inner else node.end_lineno + 1) - node.lineno
+            docs |= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    lines = enumerate((line.strip() for line in source.splitlines()), 1)
+    return sum(bool(line) and not line.startswith("#") and number not in docs for number, line in lines)
 
 
 def test_a_llama_layer_is_as_short_as_a_handwritten_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -246,14 +239,13 @@ def test_a_llama_layer_is_as_short_as_a_handwritten_one(capsys: pytest.CaptureFi
     layer = program.class_of("LlamaDecoderLayer")
     functions = {n.name: n for n in program.tree.body if isinstance(n, ast.FunctionDef)}
     called = [functions[name] for name in set(calls(layer)) if name in functions]
-    generated = sum(statements(ast.unparse(code)) for code in (layer, *called))
     shown = sum(statements(ast.get_source_segment(program.source, code) or "") for code in (layer, *called))
     written = sum(
         statements(inspect.getsource(code)) for code in (handwritten_llama.LlamaDecoderLayer, handwritten_llama.rotate)
     )
     with capsys.disabled():
         print(f"\na Llama layer: {shown} lines generated, {written} written by hand, ratio {shown / written:.2f}")
-    assert written > 30 and generated > 30
+    assert written > 30 and shown > 30
     assert shown <= 1.3 * written
 
 

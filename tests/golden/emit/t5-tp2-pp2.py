@@ -1,0 +1,477 @@
+"""T5ForConditionalGeneration, distributed by autopar over 4 GPUs.
+
+plan       pp2·tp2 (megatron), zero 0, micro-batch 4 × 2 by 1f1b, recompute none, bf16, AdamW
+run        torchrun --nproc-per-node 4 -- train.py (several nodes: launch.sh)
+on tp      Shard(d): each rank has a slice of dim d; Replicate: each has all of it; Partial: each has a
+           summand of it. local(w) is this rank's part of a parameter; summed(w) too, for a replicated
+           parameter that each rank uses for other work: its gradient is summed over tp.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+# isort: split
+from runtime.collectives import all_reduce, copy_to, split
+from runtime.loss import cross_entropy, embedding
+from runtime.parameters import local, parameter, submodule, tie
+from runtime.settings import Settings
+
+SETTINGS = Settings(
+    pp=2, dp=1, cp=1, tp=2,
+    global_batch=8, micro_batch=4, sequence=16,
+    schedule="1f1b", zero=0, precision="bf16",
+    stages=((0, 3), (3, 7)),
+    optimizer="AdamW", optimizer_kwargs={},
+    vocabulary=97, labels="next",
+)
+LAYERS = ("encoder.block", "decoder.block")  # where the layers are; each is a unit of data parallelism
+TIED = (  # (alias, original)
+    ("encoder.embed_tokens.weight", "shared.weight"),
+    ("decoder.embed_tokens.weight", "shared.weight"),
+    ("lm_head.weight", "shared.weight"),
+)
+
+
+class T5Block(nn.Module):
+    """encoder.block.0 · tp=2 (megatron).
+
+    layer.0.layer_norm.weight                             [32]        Replicate
+    layer.0.SelfAttention.q.weight                        [32, 32]    Shard(0) → [16, 32]  column-parallel
+    layer.0.SelfAttention.k.weight                        [32, 32]    Shard(0) → [16, 32]  column-parallel
+    layer.0.SelfAttention.v.weight                        [32, 32]    Shard(0) → [16, 32]  column-parallel
+    layer.0.SelfAttention.relative_attention_bias.weight  [32, 4]     Shard(1) → [32, 2]
+    layer.0.SelfAttention.o.weight                        [32, 32]    Shard(1) → [32, 16]  row-parallel
+    layer.1.layer_norm.weight                             [32]        Replicate
+    layer.1.DenseReluDense.wi.weight                      [72, 32]    Shard(0) → [36, 32]  column-parallel
+    layer.1.DenseReluDense.wo.weight                      [32, 72]    Shard(1) → [32, 36]  row-parallel
+    x                                                     [b, s, 32]  Replicate
+    """
+
+    def __init__(self):
+        super().__init__()
+        parameter(self, "layer.0.layer_norm.weight", (32,))
+        parameter(self, "layer.0.SelfAttention.q.weight", (32, 32), shard=0)
+        parameter(self, "layer.0.SelfAttention.k.weight", (32, 32), shard=0)
+        parameter(self, "layer.0.SelfAttention.v.weight", (32, 32), shard=0)
+        parameter(self, "layer.0.SelfAttention.relative_attention_bias.weight", (32, 4), shard=1)
+        parameter(self, "layer.0.SelfAttention.o.weight", (32, 32), shard=1)
+        parameter(self, "layer.1.layer_norm.weight", (32,))
+        parameter(self, "layer.1.DenseReluDense.wi.weight", (72, 32), shard=0)
+        parameter(self, "layer.1.DenseReluDense.wo.weight", (32, 72), shard=1)
+
+    def forward(self, x, mask):  # x: Replicate@tp [b, s, 32]
+        position_bias, x = self._attention(x, mask)
+        x = self._mlp(x)
+        return position_bias, x
+
+    def _attention(self, x, mask):  # x: Replicate@tp [b, s, 32]
+        b, s, _ = x.shape
+        h = (x * (x.to(torch.float32).pow(2).mean((-1,), True) + 1e-06).rsqrt()).to(torch.bfloat16)
+        h = local(self.layer[0].layer_norm.weight) * h
+        h = copy_to(h, axis="tp")  # forward: nothing; backward: all-reduce
+        q = F.linear(h, local(self.layer[0].SelfAttention.q.weight))  # column-parallel
+        q = q.reshape(b, s, 2, 8).transpose(1, 2)
+        k = F.linear(h, local(self.layer[0].SelfAttention.k.weight))  # column-parallel
+        k = k.reshape(b, s, 2, 8).transpose(1, 2)
+        v = F.linear(h, local(self.layer[0].SelfAttention.v.weight))  # column-parallel
+        v = v.reshape(b, s, 2, 8).transpose(1, 2)
+        positions = torch.arange(s, dtype=torch.int64, device=x.device).unsqueeze(0)
+        difference = positions - torch.arange(s, dtype=torch.int64, device=x.device).unsqueeze(1)
+        distance = difference.abs()
+        total = ((distance.to(torch.float32) / 8).log() / 2.772588722239781 * 8).to(torch.int64) + 8
+        chosen = torch.where(distance < 8, distance, total.min(torch.full_like(total, 15)))
+        indices = (difference > 0).to(torch.int64) * 16 + chosen
+        position_bias = F.embedding(
+            indices, local(self.layer[0].SelfAttention.relative_attention_bias.weight)
+        )
+        position_bias = position_bias.permute(2, 0, 1).unsqueeze(0)
+        bias = torch.where(mask, position_bias, -3.3895313892515355e+38)
+        attn = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
+        attn = attn.transpose(1, 2).reshape(b, s, 16)
+        attn = F.linear(attn, local(self.layer[0].SelfAttention.o.weight))  # row-parallel → Partial
+        attn = all_reduce(attn, axis="tp")  # Partial → Replicate; backward: nothing
+        x = x + attn
+        return position_bias, x
+
+    def _mlp(self, x):  # x: Replicate@tp [b, s, 32]
+        h = (x * (x.to(torch.float32).pow(2).mean((-1,), True) + 1e-06).rsqrt()).to(torch.bfloat16)
+        h = local(self.layer[1].layer_norm.weight) * h
+        h = copy_to(h, axis="tp")  # forward: nothing; backward: all-reduce
+        h = F.relu(F.linear(h, local(self.layer[1].DenseReluDense.wi.weight)))
+        mlp = F.linear(h, local(self.layer[1].DenseReluDense.wo.weight))  # row-parallel → Partial
+        mlp = all_reduce(mlp, axis="tp")  # Partial → Replicate; backward: nothing
+        return x + mlp
+
+
+class T5Block2(nn.Module):
+    """2 layers: encoder.block.1 … encoder.block.2 · tp=2 (megatron).
+
+    layer.0.layer_norm.weight         [32]          Replicate
+    layer.0.SelfAttention.q.weight    [32, 32]      Shard(0) → [16, 32]      column-parallel
+    layer.0.SelfAttention.k.weight    [32, 32]      Shard(0) → [16, 32]      column-parallel
+    layer.0.SelfAttention.v.weight    [32, 32]      Shard(0) → [16, 32]      column-parallel
+    layer.0.SelfAttention.o.weight    [32, 32]      Shard(1) → [32, 16]      row-parallel
+    layer.1.layer_norm.weight         [32]          Replicate
+    layer.1.DenseReluDense.wi.weight  [72, 32]      Shard(0) → [36, 32]      column-parallel
+    layer.1.DenseReluDense.wo.weight  [32, 72]      Shard(1) → [32, 36]      row-parallel
+    x                                 [b, s, 32]    Replicate
+    position_bias                     [1, 4, s, s]  Shard(1) → [1, 2, s, s]
+    """
+
+    def __init__(self):
+        super().__init__()
+        parameter(self, "layer.0.layer_norm.weight", (32,))
+        parameter(self, "layer.0.SelfAttention.q.weight", (32, 32), shard=0)
+        parameter(self, "layer.0.SelfAttention.k.weight", (32, 32), shard=0)
+        parameter(self, "layer.0.SelfAttention.v.weight", (32, 32), shard=0)
+        parameter(self, "layer.0.SelfAttention.o.weight", (32, 32), shard=1)
+        parameter(self, "layer.1.layer_norm.weight", (32,))
+        parameter(self, "layer.1.DenseReluDense.wi.weight", (72, 32), shard=0)
+        parameter(self, "layer.1.DenseReluDense.wo.weight", (32, 72), shard=1)
+
+    def forward(self, x, mask, position_bias):  # x: Replicate@tp [b, s, 32]
+        b, s, _ = x.shape
+        h = (x * (x.to(torch.float32).pow(2).mean((-1,), True) + 1e-06).rsqrt()).to(torch.bfloat16)
+        h = local(self.layer[0].layer_norm.weight) * h
+        h = copy_to(h, axis="tp")  # forward: nothing; backward: all-reduce
+        q = F.linear(h, local(self.layer[0].SelfAttention.q.weight))  # column-parallel
+        q = q.reshape(b, s, 2, 8).transpose(1, 2)
+        k = F.linear(h, local(self.layer[0].SelfAttention.k.weight))  # column-parallel
+        k = k.reshape(b, s, 2, 8).transpose(1, 2)
+        v = F.linear(h, local(self.layer[0].SelfAttention.v.weight))  # column-parallel
+        v = v.reshape(b, s, 2, 8).transpose(1, 2)
+        bias = torch.where(mask, position_bias, -3.3895313892515355e+38)
+        attn = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
+        attn = attn.transpose(1, 2).reshape(b, s, 16)
+        attn = F.linear(attn, local(self.layer[0].SelfAttention.o.weight))  # row-parallel → Partial
+        attn = all_reduce(attn, axis="tp")  # Partial → Replicate; backward: nothing
+        x = x + attn
+
+        h = (x * (x.to(torch.float32).pow(2).mean((-1,), True) + 1e-06).rsqrt()).to(torch.bfloat16)
+        h = local(self.layer[1].layer_norm.weight) * h
+        h = copy_to(h, axis="tp")  # forward: nothing; backward: all-reduce
+        h = F.relu(F.linear(h, local(self.layer[1].DenseReluDense.wi.weight)))
+        mlp = F.linear(h, local(self.layer[1].DenseReluDense.wo.weight))  # row-parallel → Partial
+        mlp = all_reduce(mlp, axis="tp")  # Partial → Replicate; backward: nothing
+        return x + mlp
+
+
+class T5Block3(nn.Module):
+    """decoder.block.0 · tp=2 (megatron).
+
+    layer.0.layer_norm.weight                             [32]        Replicate
+    layer.0.SelfAttention.q.weight                        [32, 32]    Shard(0) → [16, 32]  column-parallel
+    layer.0.SelfAttention.k.weight                        [32, 32]    Shard(0) → [16, 32]  column-parallel
+    layer.0.SelfAttention.v.weight                        [32, 32]    Shard(0) → [16, 32]  column-parallel
+    layer.0.SelfAttention.relative_attention_bias.weight  [32, 4]     Shard(1) → [32, 2]
+    layer.0.SelfAttention.o.weight                        [32, 32]    Shard(1) → [32, 16]  row-parallel
+    layer.1.layer_norm.weight                             [32]        Replicate
+    layer.1.EncDecAttention.q.weight                      [32, 32]    Shard(0) → [16, 32]  column-parallel
+    layer.1.EncDecAttention.k.weight                      [32, 32]    Shard(0) → [16, 32]  column-parallel
+    layer.1.EncDecAttention.v.weight                      [32, 32]    Shard(0) → [16, 32]  column-parallel
+    layer.1.EncDecAttention.o.weight                      [32, 32]    Shard(1) → [32, 16]  row-parallel
+    layer.2.layer_norm.weight                             [32]        Replicate
+    layer.2.DenseReluDense.wi.weight                      [72, 32]    Shard(0) → [36, 32]  column-parallel
+    layer.2.DenseReluDense.wo.weight                      [32, 72]    Shard(1) → [32, 36]  row-parallel
+    x                                                     [b, s, 32]  Replicate
+    encoder_out                                           [b, s, 32]  Replicate
+    """
+
+    def __init__(self):
+        super().__init__()
+        parameter(self, "layer.0.layer_norm.weight", (32,))
+        parameter(self, "layer.0.SelfAttention.q.weight", (32, 32), shard=0)
+        parameter(self, "layer.0.SelfAttention.k.weight", (32, 32), shard=0)
+        parameter(self, "layer.0.SelfAttention.v.weight", (32, 32), shard=0)
+        parameter(self, "layer.0.SelfAttention.relative_attention_bias.weight", (32, 4), shard=1)
+        parameter(self, "layer.0.SelfAttention.o.weight", (32, 32), shard=1)
+        parameter(self, "layer.1.layer_norm.weight", (32,))
+        parameter(self, "layer.1.EncDecAttention.q.weight", (32, 32), shard=0)
+        parameter(self, "layer.1.EncDecAttention.k.weight", (32, 32), shard=0)
+        parameter(self, "layer.1.EncDecAttention.v.weight", (32, 32), shard=0)
+        parameter(self, "layer.1.EncDecAttention.o.weight", (32, 32), shard=1)
+        parameter(self, "layer.2.layer_norm.weight", (32,))
+        parameter(self, "layer.2.DenseReluDense.wi.weight", (72, 32), shard=0)
+        parameter(self, "layer.2.DenseReluDense.wo.weight", (32, 72), shard=1)
+
+    def forward(self, x, encoder_out, mask_2):  # x: Replicate@tp [b, s, 32]
+        position_bias, x = self._attention(x)
+        zeros, x = self._cross_attention(x, encoder_out, mask_2)
+        x = self._mlp(x)
+        return position_bias, zeros, x
+
+    def _attention(self, x):  # x: Replicate@tp [b, s, 32]
+        b, s, _ = x.shape
+        h = (x * (x.to(torch.float32).pow(2).mean((-1,), True) + 1e-06).rsqrt()).to(torch.bfloat16)
+        h = local(self.layer[0].layer_norm.weight) * h
+        h = copy_to(h, axis="tp")  # forward: nothing; backward: all-reduce
+        q = F.linear(h, local(self.layer[0].SelfAttention.q.weight))  # column-parallel
+        q = q.reshape(b, s, 2, 8).transpose(1, 2)
+        k = F.linear(h, local(self.layer[0].SelfAttention.k.weight))  # column-parallel
+        k = k.reshape(b, s, 2, 8).transpose(1, 2)
+        v = F.linear(h, local(self.layer[0].SelfAttention.v.weight))  # column-parallel
+        v = v.reshape(b, s, 2, 8).transpose(1, 2)
+        positions = torch.arange(s, dtype=torch.int64, device=x.device).unsqueeze(0)
+        difference = positions - torch.arange(s, dtype=torch.int64, device=x.device).unsqueeze(1)
+        distance = -difference.min(torch.zeros_like(difference))
+        product = (distance.to(torch.float32) / 16).log() / 2.0794415416798357 * 16
+        product = product.to(torch.int64)
+        product = product + 16
+        indices = torch.where(distance < 16, distance, product.min(torch.full_like(product, 31)))
+        position_bias = F.embedding(
+            indices, local(self.layer[0].SelfAttention.relative_attention_bias.weight)
+        )
+        position_bias = position_bias.permute(2, 0, 1).unsqueeze(0)
+        positions = torch.arange(s, device=x.device).unsqueeze(1)
+        mask = positions >= torch.arange(s, device=x.device).unsqueeze(0)
+        mask = mask.reshape(1, 1, s, s)
+        bias = torch.where(mask, position_bias, -3.3895313892515355e+38)
+        attn = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
+        attn = attn.transpose(1, 2).reshape(b, s, 16)
+        attn = F.linear(attn, local(self.layer[0].SelfAttention.o.weight))  # row-parallel → Partial
+        attn = all_reduce(attn, axis="tp")  # Partial → Replicate; backward: nothing
+        x = x + attn
+        return position_bias, x
+
+    def _cross_attention(self, x, encoder_out, mask_2):  # x: Replicate@tp [b, s, 32]
+        b, s, _ = x.shape
+        h = (x * (x.to(torch.float32).pow(2).mean((-1,), True) + 1e-06).rsqrt()).to(torch.bfloat16)
+        h = local(self.layer[1].layer_norm.weight) * h
+        h = copy_to(h, axis="tp")  # forward: nothing; backward: all-reduce
+        q = F.linear(h, local(self.layer[1].EncDecAttention.q.weight))  # column-parallel
+        q = q.reshape(b, s, 2, 8).transpose(1, 2)
+        encoder_out = copy_to(encoder_out, axis="tp")  # forward: nothing; backward: all-reduce
+        k = F.linear(encoder_out, local(self.layer[1].EncDecAttention.k.weight))  # column-parallel
+        k = k.reshape(b, s, 2, 8).transpose(1, 2)
+        v = F.linear(encoder_out, local(self.layer[1].EncDecAttention.v.weight))  # column-parallel
+        v = v.reshape(b, s, 2, 8).transpose(1, 2)
+        zeros = torch.zeros((1, 4, s, s), dtype=torch.bfloat16, device=x.device)
+        zeros_2 = split(zeros, dim=1, axis="tp")  # Replicate → Shard(1)
+        mask = torch.where(mask_2, zeros_2, -3.3895313892515355e+38)
+        attn = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
+        attn = attn.transpose(1, 2).reshape(b, s, 16)
+        # row-parallel → Partial
+        attn = F.linear(attn, local(self.layer[1].EncDecAttention.o.weight))
+        attn = all_reduce(attn, axis="tp")  # Partial → Replicate; backward: nothing
+        x = x + attn
+        return zeros, x
+
+    def _mlp(self, x):  # x: Replicate@tp [b, s, 32]
+        h = (x * (x.to(torch.float32).pow(2).mean((-1,), True) + 1e-06).rsqrt()).to(torch.bfloat16)
+        h = local(self.layer[2].layer_norm.weight) * h
+        h = copy_to(h, axis="tp")  # forward: nothing; backward: all-reduce
+        h = F.relu(F.linear(h, local(self.layer[2].DenseReluDense.wi.weight)))
+        mlp = F.linear(h, local(self.layer[2].DenseReluDense.wo.weight))  # row-parallel → Partial
+        mlp = all_reduce(mlp, axis="tp")  # Partial → Replicate; backward: nothing
+        return x + mlp
+
+
+class T5Block4(nn.Module):
+    """2 layers: decoder.block.1 … decoder.block.2 · tp=2 (megatron).
+
+    layer.0.layer_norm.weight         [32]          Replicate
+    layer.0.SelfAttention.q.weight    [32, 32]      Shard(0) → [16, 32]      column-parallel
+    layer.0.SelfAttention.k.weight    [32, 32]      Shard(0) → [16, 32]      column-parallel
+    layer.0.SelfAttention.v.weight    [32, 32]      Shard(0) → [16, 32]      column-parallel
+    layer.0.SelfAttention.o.weight    [32, 32]      Shard(1) → [32, 16]      row-parallel
+    layer.1.layer_norm.weight         [32]          Replicate
+    layer.1.EncDecAttention.q.weight  [32, 32]      Shard(0) → [16, 32]      column-parallel
+    layer.1.EncDecAttention.k.weight  [32, 32]      Shard(0) → [16, 32]      column-parallel
+    layer.1.EncDecAttention.v.weight  [32, 32]      Shard(0) → [16, 32]      column-parallel
+    layer.1.EncDecAttention.o.weight  [32, 32]      Shard(1) → [32, 16]      row-parallel
+    layer.2.layer_norm.weight         [32]          Replicate
+    layer.2.DenseReluDense.wi.weight  [72, 32]      Shard(0) → [36, 32]      column-parallel
+    layer.2.DenseReluDense.wo.weight  [32, 72]      Shard(1) → [32, 36]      row-parallel
+    x                                 [b, s, 32]    Replicate
+    position_bias                     [1, 4, s, s]  Shard(1) → [1, 2, s, s]
+    encoder_out                       [b, s, 32]    Replicate
+    """
+
+    def __init__(self):
+        super().__init__()
+        parameter(self, "layer.0.layer_norm.weight", (32,))
+        parameter(self, "layer.0.SelfAttention.q.weight", (32, 32), shard=0)
+        parameter(self, "layer.0.SelfAttention.k.weight", (32, 32), shard=0)
+        parameter(self, "layer.0.SelfAttention.v.weight", (32, 32), shard=0)
+        parameter(self, "layer.0.SelfAttention.o.weight", (32, 32), shard=1)
+        parameter(self, "layer.1.layer_norm.weight", (32,))
+        parameter(self, "layer.1.EncDecAttention.q.weight", (32, 32), shard=0)
+        parameter(self, "layer.1.EncDecAttention.k.weight", (32, 32), shard=0)
+        parameter(self, "layer.1.EncDecAttention.v.weight", (32, 32), shard=0)
+        parameter(self, "layer.1.EncDecAttention.o.weight", (32, 32), shard=1)
+        parameter(self, "layer.2.layer_norm.weight", (32,))
+        parameter(self, "layer.2.DenseReluDense.wi.weight", (72, 32), shard=0)
+        parameter(self, "layer.2.DenseReluDense.wo.weight", (32, 72), shard=1)
+
+    def forward(self, x, position_bias, encoder_out, mask_2, zeros):  # x: Replicate@tp [b, s, 32]
+        x = self._attention(x, position_bias)
+        x = self._cross_attention(x, encoder_out, mask_2, zeros)
+        return self._mlp(x)
+
+    def _attention(self, x, position_bias):  # x: Replicate@tp [b, s, 32]
+        b, s, _ = x.shape
+        h = (x * (x.to(torch.float32).pow(2).mean((-1,), True) + 1e-06).rsqrt()).to(torch.bfloat16)
+        h = local(self.layer[0].layer_norm.weight) * h
+        h = copy_to(h, axis="tp")  # forward: nothing; backward: all-reduce
+        q = F.linear(h, local(self.layer[0].SelfAttention.q.weight))  # column-parallel
+        q = q.reshape(b, s, 2, 8).transpose(1, 2)
+        k = F.linear(h, local(self.layer[0].SelfAttention.k.weight))  # column-parallel
+        k = k.reshape(b, s, 2, 8).transpose(1, 2)
+        v = F.linear(h, local(self.layer[0].SelfAttention.v.weight))  # column-parallel
+        v = v.reshape(b, s, 2, 8).transpose(1, 2)
+        positions = torch.arange(s, device=x.device).unsqueeze(1)
+        mask = positions >= torch.arange(s, device=x.device).unsqueeze(0)
+        mask = mask.reshape(1, 1, s, s)
+        bias = torch.where(mask, position_bias, -3.3895313892515355e+38)
+        attn = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
+        attn = attn.transpose(1, 2).reshape(b, s, 16)
+        attn = F.linear(attn, local(self.layer[0].SelfAttention.o.weight))  # row-parallel → Partial
+        attn = all_reduce(attn, axis="tp")  # Partial → Replicate; backward: nothing
+        return x + attn
+
+    def _cross_attention(self, x, encoder_out, mask_2, zeros):  # x: Replicate@tp [b, s, 32]
+        b, s, _ = x.shape
+        h = (x * (x.to(torch.float32).pow(2).mean((-1,), True) + 1e-06).rsqrt()).to(torch.bfloat16)
+        h = local(self.layer[1].layer_norm.weight) * h
+        h = copy_to(h, axis="tp")  # forward: nothing; backward: all-reduce
+        q = F.linear(h, local(self.layer[1].EncDecAttention.q.weight))  # column-parallel
+        q = q.reshape(b, s, 2, 8).transpose(1, 2)
+        encoder_out = copy_to(encoder_out, axis="tp")  # forward: nothing; backward: all-reduce
+        k = F.linear(encoder_out, local(self.layer[1].EncDecAttention.k.weight))  # column-parallel
+        k = k.reshape(b, s, 2, 8).transpose(1, 2)
+        v = F.linear(encoder_out, local(self.layer[1].EncDecAttention.v.weight))  # column-parallel
+        v = v.reshape(b, s, 2, 8).transpose(1, 2)
+        zeros = split(zeros, dim=1, axis="tp")  # Replicate → Shard(1)
+        mask = torch.where(mask_2, zeros, -3.3895313892515355e+38)
+        attn = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
+        attn = attn.transpose(1, 2).reshape(b, s, 16)
+        # row-parallel → Partial
+        attn = F.linear(attn, local(self.layer[1].EncDecAttention.o.weight))
+        attn = all_reduce(attn, axis="tp")  # Partial → Replicate; backward: nothing
+        return x + attn
+
+    def _mlp(self, x):  # x: Replicate@tp [b, s, 32]
+        h = (x * (x.to(torch.float32).pow(2).mean((-1,), True) + 1e-06).rsqrt()).to(torch.bfloat16)
+        h = local(self.layer[2].layer_norm.weight) * h
+        h = copy_to(h, axis="tp")  # forward: nothing; backward: all-reduce
+        h = F.relu(F.linear(h, local(self.layer[2].DenseReluDense.wi.weight)))
+        mlp = F.linear(h, local(self.layer[2].DenseReluDense.wo.weight))  # row-parallel → Partial
+        mlp = all_reduce(mlp, axis="tp")  # Partial → Replicate; backward: nothing
+        return x + mlp
+
+
+class Model(nn.Module):
+    """T5ForConditionalGeneration: the layers of one stage, what precedes them on the first, the loss on the last.
+
+    encoder.embed_tokens.weight      [97, 32]  Shard(0) → ≤ [49, 32]  a range of its rows
+    encoder.final_layer_norm.weight  [32]      Replicate
+    decoder.embed_tokens.weight      [97, 32]  Shard(0) → ≤ [49, 32]  a range of its rows
+    decoder.final_layer_norm.weight  [32]      Replicate
+    lm_head.weight                   [97, 32]  Shard(0) → ≤ [49, 32]  column-parallel
+    """
+
+    def __init__(self, stage=0):
+        super().__init__()
+        self._first, self._last = stage == 0, stage == SETTINGS.pp - 1
+        self._start, self._stop = SETTINGS.stages[stage]
+        if self._first:
+            parameter(self, "encoder.embed_tokens.weight", (97, 32), shard=0)
+        if self._start <= 0 < self._stop:
+            submodule(self, "encoder.block.0", T5Block())
+        for i in self._range(1, 3):
+            submodule(self, f"encoder.block.{i}", T5Block2())
+        if self._start <= 3 < self._stop:
+            parameter(self, "encoder.final_layer_norm.weight", (32,))
+            tie(self, "decoder.embed_tokens.weight", "encoder.embed_tokens.weight", (97, 32), shard=0)
+        if self._start <= 4 < self._stop:
+            submodule(self, "decoder.block.0", T5Block3())
+        for i in self._range(5, 7):
+            submodule(self, f"decoder.block.{i - 4}", T5Block4())
+        if self._last:
+            parameter(self, "decoder.final_layer_norm.weight", (32,))
+            tie(self, "lm_head.weight", "decoder.embed_tokens.weight", (97, 32), shard=0)
+
+    def forward(self, *received, input_ids, labels, attention_mask):
+        mask, filled, mask_2 = self._tables(attention_mask, labels)
+        if self._first:
+            x = self._prologue(input_ids)
+        else:
+            (x,) = received
+        if self._start <= 0 < self._stop:
+            position_bias, x = self.encoder.block[0](x, mask)
+        for i in self._range(1, 3):
+            x = self.encoder.block[i](x, mask, position_bias)
+        if self._start <= 3 < self._stop:
+            encoder_out, x = self._between(x, filled)
+        if self._start <= 4 < self._stop:
+            position_bias, zeros, x = self.decoder.block[0](x, encoder_out, mask_2)
+        for i in self._range(5, 7):
+            x = self.decoder.block[i - 4](x, position_bias, encoder_out, mask_2, zeros)
+        if self._last:
+            return self._epilogue(x, labels)
+        return x
+
+    def _tables(self, attention_mask, labels):
+        """What layers read that depends on no parameter: every stage makes its own."""
+        b, s = attention_mask.shape
+        positions = torch.arange(s, device=attention_mask.device)
+        positions = positions.unsqueeze(0).unsqueeze(1).unsqueeze(3)
+        mask = positions >= 0
+        mask = torch.ones((), dtype=torch.bool, device=attention_mask.device) & mask
+        mask = mask & attention_mask.to(torch.bool).reshape(b, 1, 1, s)
+        zeros = torch.zeros((b, s), dtype=torch.int64, device=attention_mask.device)[..., :1]
+        joined = torch.cat((zeros, labels[..., :-1]), dim=1)
+        joined = joined[..., 1:]
+        constant = torch.scalar_tensor(0, dtype=torch.int64, device=attention_mask.device)
+        constant = constant.expand(b).unsqueeze(1)
+        joined = torch.cat((constant, joined), dim=1)
+        filled = joined.masked_fill(joined == -100, 0)
+        positions = torch.arange(s, device=attention_mask.device)
+        positions = positions.unsqueeze(0).unsqueeze(1).unsqueeze(3)
+        mask_2 = positions >= 0
+        mask_2 = torch.ones((), dtype=torch.bool, device=attention_mask.device) & mask_2
+        mask_2 = mask_2 & attention_mask.to(torch.bool).reshape(b, 1, 1, s)
+        return mask, filled, mask_2
+
+    def _prologue(self, input_ids):
+        """What runs before the first layer."""
+        x = embedding(input_ids, local(self.encoder.embed_tokens.weight), size=97, axis="tp")
+        x = all_reduce(x, axis="tp")  # Partial → Replicate; backward: nothing
+        return x
+
+    def _between(self, x, filled):  # x: Replicate@tp [b, s, 32]
+        """What comes between encoder.block and decoder.block."""
+        encoder_out = x * (x.to(torch.float32).pow(2).mean((-1,), True) + 1e-06).rsqrt()
+        encoder_out = encoder_out.to(torch.bfloat16)
+        encoder_out = local(self.encoder.final_layer_norm.weight) * encoder_out
+        x = embedding(filled, local(self.decoder.embed_tokens.weight), size=97, axis="tp")
+        x = all_reduce(x, axis="tp")  # Partial → Replicate; backward: nothing
+        return encoder_out, x
+
+    def _epilogue(self, x, labels):  # x: Replicate@tp [b, s, 32]
+        """What runs after the last layer: this micro-batch's share of the mean loss."""
+        b, s, _ = x.shape
+        h = (x * (x.to(torch.float32).pow(2).mean((-1,), True) + 1e-06).rsqrt()).to(torch.bfloat16)
+        h = local(self.decoder.final_layer_norm.weight) * h
+        h = h * 0.1767766952966369
+        h = copy_to(h, axis="tp")  # forward: nothing; backward: all-reduce
+        labels = labels.reshape(b * s)
+        logits = F.linear(h, local(self.lm_head.weight)).reshape(b * s, -1).to(torch.float32)
+        loss = cross_entropy(logits, labels, size=97, axis="tp")
+        return loss / self._count
+
+    def _range(self, start, stop):
+        """The layers from start to stop that this stage has."""
+        return range(max(start, self._start), min(stop, self._stop))
+
+    @staticmethod
+    def between_stages(stage, b, s):
+        """What a stage sends to the next one on each rank: (shape, dtype) of each tensor."""
+        return (((b, s, 32), torch.bfloat16),)
+
+
+def count_targets(labels):
+    """The number of terms in the loss of these samples."""
+    b, s = labels.shape
+    return (labels.reshape(b * s) != -100).sum()
