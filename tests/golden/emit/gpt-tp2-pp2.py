@@ -155,7 +155,11 @@ class Model(nn.Module):
         """What runs after the last layer: this micro-batch's share of the mean loss."""
         b, s, _ = x.shape
         x = F.layer_norm(
-            x, (64,), local(self.transformer.ln_f.weight), local(self.transformer.ln_f.bias), eps=1e-05
+            x,
+            (64,),
+            local(self.transformer.ln_f.weight),
+            local(self.transformer.ln_f.bias),
+            eps=1e-05,
         )
         x = copy_to(x, axis="tp")  # forward: nothing; backward: all-reduce
         labels = labels.reshape(b * s)

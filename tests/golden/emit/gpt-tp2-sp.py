@@ -146,7 +146,11 @@ class Model(nn.Module):
         """What runs after the last layer: this micro-batch's share of the mean loss."""
         b, s = x.shape[0], x.shape[1] * 2  # x has 1/2 of s
         x = F.layer_norm(
-            x, (64,), summed(self.transformer.ln_f.weight), summed(self.transformer.ln_f.bias), eps=1e-05
+            x,
+            (64,),
+            summed(self.transformer.ln_f.weight),
+            summed(self.transformer.ln_f.bias),
+            eps=1e-05,
         )
         x = all_gather(x, dim=1, axis="tp")  # Shard(1) → Replicate; backward: reduce-scatter
         labels = labels.reshape(b * s)
