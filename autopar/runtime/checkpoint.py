@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from .optimizer import Optimizer, Parameters
 from .parameters import Value
-from .weights import Names, read_tensors
+from .weights import WEIGHTS, Names, read_tensors
 
 
 def full(x: Tensor) -> Tensor:
@@ -44,13 +44,19 @@ def save(
 def resumed_values(folder: Path, names: Names, program: Path) -> Value:
     """Values to build from when resuming: those of fused parameters, whose parts a checkpoint does not have,
     and the program's own buffers. `load` fills the others in place, each rank reading its own parts only.
+    Raises ValueError for what neither has.
     """
     own = read_tensors(program)
+    saved = FileSystemReader(folder).read_metadata().state_dict_metadata
     fused = {part[0] for part in names.parts.values()}
 
     def value(name: str, shape: torch.Size) -> Tensor:
+        if name in own:
+            return own[name]
+        if f"model.{name}" not in saved:
+            raise ValueError(f"no values for {name!r}: neither in the checkpoint {folder} nor in {program / WEIGHTS}")
         if name not in fused:
-            return own.get(name, torch.zeros(()).expand(shape))
+            return torch.zeros(()).expand(shape)
         whole = torch.empty(shape, dtype=torch.float64)  # holds every precision exactly
         read_checkpoint({"model": {name: whole}}, checkpoint_id=folder, no_dist=True)
         return whole
@@ -66,7 +72,9 @@ def load(
     Every rank calls; each reads its own parts. Optimizer state that is not there starts anew.
     """
     keys = FileSystemReader(folder).read_metadata().state_dict_metadata
-    kept = {names.original(n): n for n in reversed(parameters)}  # of tied copies the first is read
+    kept: dict[str, str] = {
+        names.original(n): n for n in reversed(list(parameters))
+    }  # of tied copies the first is read
     model = {original: parameters[n].detach() for original, n in kept.items() if n not in names.parts}
     model |= statistics
     states = {n: _empty_states(f"optimizer.{original}.", parameters[n], keys) for original, n in kept.items()}
