@@ -11,7 +11,7 @@ LENGTH = 32
 
 def tiny_t5(seed: int = 0) -> T5ForConditionalGeneration:
     """Two encoder and two decoder layers, d = 64; the weights depend on `seed` alone."""
-    config = T5Config(
+    config = T5Config(  # type: ignore[call-arg] # the base class takes decoder_start_token_id
         vocab_size=256,
         d_model=64,
         d_kv=16,

@@ -92,7 +92,7 @@ def _as_sum(node: fx.Node) -> fx.Node:
     given += [a.default_value for a in target._schema.arguments[len(given) : position + 1]]
     given[position] = SUM
     with node.graph.inserting_before(node):
-        kwargs = {name: value for name, value in node.kwargs.items() if name != "reduction"}
+        kwargs: dict[str, Any] = {name: value for name, value in node.kwargs.items() if name != "reduction"}
         return call(node.graph, target, tuple(given), info(node), **kwargs)
 
 

@@ -82,7 +82,7 @@ def _tensor(program: Program, model: nn.Module, name: str) -> Tensor:
         if name in fused.parts:
             index = fused.parts.index(name)
             sizes = [int(program.parameters[part].shape[fused.dim]) for part in fused.parts]
-            return _tensor(program, model, original).split(sizes, fused.dim)[index]
+            return _tensor(program, model, original).split(sizes, fused.dim)[index]  # type: ignore[no-any-return]
     named = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     tensor: Tensor = named[name]
     return tensor

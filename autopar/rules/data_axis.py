@@ -172,7 +172,7 @@ class _Typing:
             raise error(block, node, "reads the size of the batch, which is another one on each part of a batch")
         placements = [t.placement for t in given]
         moved = _moved_rows(node, given)
-        options = [moved] if moved else self._options(node)
+        options: list[tuple[Strategy, Rows | None]] = [moved] if moved else self._options(node)
         if is_batch_statistic(node):
             options = [(_synchronised(node), None)]
             self._note(block, node)

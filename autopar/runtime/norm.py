@@ -41,7 +41,8 @@ def batch_norm(
             running.following = torch.lerp(running, new.to(running.dtype), momentum)  # type: ignore[attr-defined]
     shape = (1, -1, *[1] * (x.dim() - 2))
     y = y if weight is None else y * weight.view(shape)
-    return (y if bias is None else y + bias.view(shape)).to(x.dtype)
+    result: Tensor = y if bias is None else y + bias.view(shape)
+    return result.to(x.dtype)
 
 
 def update_statistics(model: nn.Module) -> None:
@@ -51,7 +52,7 @@ def update_statistics(model: nn.Module) -> None:
             buffer += 1
         elif (following := getattr(buffer, "following", None)) is not None:
             buffer.copy_(following)
-            del buffer.following
+            del buffer.following  # type: ignore[attr-defined]
 
 
 def kept_buffers(model: nn.Module) -> dict[str, Tensor]:

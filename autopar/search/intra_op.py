@@ -212,8 +212,8 @@ class _Search:
 
 
 def _divides_weight(node: fx.Node, option: Strategy) -> bool:
-    """A product with a parameter (or experts) whose shard each rank holds, attention over a share of the heads, or the rows of
-    a share of the vocabulary."""
+    """A product with a parameter (or experts) whose shard each rank holds, attention over a share of the heads, or
+    the rows of a share of the vocabulary."""
     if node.target is torch.ops.aten.embedding.default:
         return info(node_inputs(node)[1]).role is Role.INPUT and option.inputs[0] == Shard(0)
     kind = rule_of(node).kind

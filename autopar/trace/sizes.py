@@ -65,7 +65,8 @@ def _selects_by_value(node: fx.Node) -> bool:
     if torch.Tag.dynamic_output_shape not in getattr(node.target, "tags", ()):
         return False
     if node.target is aten.one_hot.default:
-        return (node.kwargs.get("num_classes", -1) if len(node.args) < 2 else node.args[1]) == -1
+        given = node.args[1] if len(node.args) > 1 else node.kwargs.get("num_classes", -1)
+        return given == -1  # type: ignore[return-value]
     if node.target is not aten.index.Tensor:
         return True
     indices = [i for i in arguments(node)[1] if isinstance(i, fx.Node)]

@@ -263,9 +263,7 @@ def worst(errors: Sequence[float]) -> float:
     return max(errors, key=lambda e: (e != e, e))
 
 
-def trainer_of(
-    source: str, weights: Mapping[str, Tensor], opaque: Mapping[str, OpaqueModule] | None = None
-) -> Trainer:
+def trainer_of(source: str, weights: Mapping[str, Tensor], opaque: Mapping[str, OpaqueModule] | None = None) -> Trainer:
     return Trainer(load_source(source, opaque=opaque), weights, seed=0)
 
 

@@ -27,6 +27,7 @@ class Regressor(nn.Module):
         self.loss = loss
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
         self.head = nn.Linear(WIDTH, CLASSES)
+        self.weight: Tensor
         self.register_buffer("weight", torch.linspace(0.2, 1.7, CLASSES))
 
     def forward(self, x: Tensor, scores: Tensor, labels: Tensor) -> Tensor:

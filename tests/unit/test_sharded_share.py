@@ -20,7 +20,8 @@ from autopar.search.op_costs import TimeCosts
 from autopar.trace.huggingface import default_inputs, is_huggingface
 from examples.gpt import GPT, GPTConfig
 from examples.llama import llama_3_8b
-from tests.zoo import ParallelGPT, huggingface
+from tests.own_models import ParallelGPT
+from tests.zoo import huggingface
 
 VALUES = {B: 1, S: 2048}
 

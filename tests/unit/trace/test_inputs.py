@@ -48,6 +48,7 @@ class Clashing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(6, 1)
+        self.scale: Tensor
         self.register_buffer("seen", torch.arange(3))
         self.register_buffer("scale", torch.full((6,), 2.0))
         self.register_buffer("scratch", torch.zeros(6), persistent=False)
@@ -120,6 +121,7 @@ class MaskBuffer(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(10, 12)
         self.head = nn.Linear(12, 10)
+        self.bias: Tensor
         self.register_buffer("bias", torch.tril(torch.ones(64, 64)))
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:

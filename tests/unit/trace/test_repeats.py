@@ -30,7 +30,7 @@ def same(folded: Program, whole: Program) -> bool:
 
 def test_a_folded_trace_is_the_whole_trace() -> None:
     model = build(GPTConfig(n_layer=7, d_model=32, n_head=2))
-    folded, whole = (_layers(model, INPUTS, "fp32", fold) for fold in (True, False))
+    folded, whole = (_layers(model, INPUTS, "fp32", "refuse", fold) for fold in (True, False))
     assert same(folded, whole)
     assert len(folded.layer_calls) == 7
 
@@ -38,12 +38,12 @@ def test_a_folded_trace_is_the_whole_trace() -> None:
 def test_what_layers_are_given_but_do_not_read_is_not_returned() -> None:
     model = tiny_llama(layers=7)
     inputs = default_inputs(model, 2, 16)
-    folded, whole = (_layers(model, inputs, "fp32", fold) for fold in (True, False))
+    folded, whole = (_layers(model, inputs, "fp32", "refuse", fold) for fold in (True, False))
     assert same(folded, whole)
 
 
 def test_each_layer_reads_the_one_before() -> None:
-    calls = _layers(build(GPTConfig(n_layer=7, d_model=32, n_head=2)), INPUTS, "fp32", True).layer_calls
+    calls = _layers(build(GPTConfig(n_layer=7, d_model=32, n_head=2)), INPUTS, "fp32", "refuse", True).layer_calls
     for before, after in zip(calls, calls[1:], strict=False):
         assert before.outputs[0] in after.inputs
 
@@ -107,5 +107,5 @@ class Activated(Layer):
 )
 def test_lists_that_do_not_repeat_are_traced_whole(layers: list[Any]) -> None:
     program = prepare(Indexed(layers), INPUTS, "fp32")
-    assert same(program, _layers(Indexed(layers), INPUTS, "fp32", False))
+    assert same(program, _layers(Indexed(layers), INPUTS, "fp32", "refuse", False))
     assert len(program.layer_calls) == 8
