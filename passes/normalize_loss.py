@@ -13,7 +13,8 @@ from autopar.ir.build import call, eliminate_dead, replace_node
 from autopar.ir.counts import Counts, of_inputs_only
 from autopar.ir.graph import COUNT, MODEL, B, Program, Shape, arguments, info, node_inputs
 from autopar.plan import Plan
-from autopar.rules.losses import MEAN, SUM, option, terms
+from autopar.rules.arguments import option
+from autopar.rules.losses import MEAN, SUM, terms
 
 aten = torch.ops.aten
 

@@ -21,7 +21,7 @@ from ..ir.ops import COLLECTIVES, convert, is_collective
 from ..placement import CONVERSIONS, GRAD_PARTIAL, PARTIAL, REPLICATE, Kind, Placement, Shard, Strategy, conversion
 from ..plan import Plan
 from . import Axis, Rule, has_rule, rule_of, strategies
-from .losses import option
+from .arguments import option
 from .rows import Rows, rows_of_cat, rows_of_reshape
 from .where import error, where
 

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
-from ..ir.graph import Shape, arguments, info, node_inputs
+from ..ir.graph import Shape, info, node_inputs
 from ..placement import REPLICATE, Shard, Strategy
+from .arguments import option
 from .factor import Dims, Rule, RuleMaker, aligned
 
 aten = torch.ops.aten
 
 NONE, MEAN, SUM = 0, 1, 2  # at::Reduction
-
-
-def option(node: fx.Node, name: str) -> Any:
-    """An argument of an op by its schema's name, or its default; None where the op has no such argument."""
-    target: Any = node.target
-    for position, argument in enumerate(target._schema.arguments if hasattr(target, "_schema") else ()):
-        if argument.name == name:
-            given = arguments(node)[position] if position < len(node.args) else node.kwargs.get(name)
-            return argument.default_value if given is None else given
-    return None
 
 
 def terms(node: fx.Node) -> Shape:

@@ -31,7 +31,8 @@ aten = torch.ops.aten
 @dataclass(frozen=True)
 class Operand:
     """A tensor argument. kind: "float" (with a gradient), "positive" (with one), "constant", "scale" (positive,
-    without one), "flag", "count" (integers from 1), or the exclusive bound of integers."""
+    without one), "fraction" (between 0 and 1, with one), "side" (1 or -1), "flag", "count" (integers from 1), or the
+    exclusive bound of integers."""
 
     shape: tuple[int, ...]
     kind: str | int = "float"
@@ -43,8 +44,11 @@ class Operand:
             return torch.randint(1, 9, self.shape, generator=generator)
         if self.kind == "flag":
             return torch.rand(self.shape, generator=generator) < 0.5
+        if self.kind == "side":
+            return 2 * torch.randint(2, self.shape, generator=generator) - 1
         x = torch.randn(self.shape, generator=generator, dtype=torch.float64)
         x = x.abs() + 0.5 if self.kind in ("positive", "scale") else x
+        x = x.sigmoid() if self.kind == "fraction" else x
         return x.requires_grad_(self.kind not in ("constant", "scale"))
 
 

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 
 from autopar.placement import REPLICATE, Kind
 from autopar.rules import RULES, Axis, rule_of, strategies
-from tests.numerics import op_cases, rule_cases
+from tests.numerics import loss_cases, op_cases, rule_cases
 from tests.numerics.rule_cases import Case, Operand, check, node_of
 
 aten = torch.ops.aten
-CASES = {**rule_cases.CASES, **op_cases.CASES, **op_cases.TAGGED}
+CASES = {**rule_cases.CASES, **op_cases.CASES, **op_cases.TAGGED, **loss_cases.CASES}
+CASES[aten.cross_entropy_loss.default] += loss_cases.CROSS_ENTROPY
 WHOLE_ONLY = rule_cases.WHOLE_ONLY | op_cases.WHOLE_ONLY
 SIZES = (2, 3)
 
