@@ -148,9 +148,7 @@ def _rms_operands(node: fx.Node) -> tuple[fx.Node, float] | None:
     if scale.target is not aten.rsqrt.default:
         return None
     shifted = scale.args[0]
-    if info(node).dtype != info(source).dtype or node.kwargs:
-        return None
-    if not isinstance(shifted, fx.Node) or shifted.target is not aten.add.Tensor or shifted.kwargs:
+    if node.kwargs or not isinstance(shifted, fx.Node) or shifted.target is not aten.add.Tensor or shifted.kwargs:
         return None
     mean, eps = shifted.args[:2]
     if not isinstance(mean, fx.Node) or mean.target is not aten.mean.dim or not isinstance(eps, float | int):
@@ -161,5 +159,9 @@ def _rms_operands(node: fx.Node) -> tuple[fx.Node, float] | None:
     last_dim = dims in ([-1], [len(info(source).shape) - 1]) and len(mean.args) > 2 and mean.args[2] is True
     if not isinstance(square, fx.Node) or not last_dim:
         return None
-    is_square = square.target is aten.pow.Tensor_Scalar and square.args == (source, 2)
-    return (source, float(eps)) if is_square else None
+    if square.target is not aten.pow.Tensor_Scalar or square.args[1:] != (2,):
+        return None
+    base = square.args[0]
+    # T5 upcasts for the mean alone: the product with an fp32 root is fp32 as well.
+    same = base is source or isinstance(base, fx.Node) and base.target is aten.to.dtype and base.args[0] is source
+    return (base, float(eps)) if same and info(base).dtype == info(node).dtype else None  # type: ignore[arg-type, return-value]

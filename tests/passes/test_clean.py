@@ -146,6 +146,22 @@ def test_an_rms_norm_is_recognised_with_its_casts(dim: int, dtype: str, back: st
     )
 
 
+def test_an_rms_norm_whose_mean_alone_is_upcast_is_recognised() -> None:
+    """T5's: bf16 times an fp32 root is the fp32 product."""
+    assert_becomes(
+        Clean(),
+        RMS.format(dtype="bf16", power=2, dim=-1, back="torch.bfloat16").replace("mul(up, root)", "mul(x, root)"),
+        """
+        block model:
+          x: [b, s, 8] = input x
+          w: [8] = parameter w
+          rms_norm_default: [b, s, 8] = rms_norm(x, [8], None, 1e-06)
+          y: [b, s, 8] = mul(w, rms_norm_default)
+          return y
+        """,
+    )
+
+
 @pytest.mark.parametrize(("power", "dim"), [(3, -1), (2, 1)])
 def test_what_only_looks_like_an_rms_norm_stays(power: int, dim: int) -> None:
     before = RMS.format(dtype="bf16", power=power, dim=dim, back="torch.bfloat16")

@@ -67,8 +67,7 @@ class T5Block(nn.Module):
 
     def _attention(self, x, mask):  # x: Replicate@tp [b, s, 32]
         b, s, _ = x.shape
-        h = (x * (x.to(torch.float32).pow(2).mean((-1,), True) + 1e-06).rsqrt()).to(torch.bfloat16)
-        h = local(self.layer[0].layer_norm.weight) * h
+        h = local(self.layer[0].layer_norm.weight) * F.rms_norm(x, (32,), eps=1e-06)
         h = copy_to(h, axis="tp")  # forward: nothing; backward: all-reduce
         q = F.linear(h, local(self.layer[0].SelfAttention.q.weight))  # column-parallel
         q = q.reshape(b, s, 2, 8).transpose(1, 2)
@@ -95,8 +94,7 @@ class T5Block(nn.Module):
         return position_bias, x
 
     def _mlp(self, x):  # x: Replicate@tp [b, s, 32]
-        h = (x * (x.to(torch.float32).pow(2).mean((-1,), True) + 1e-06).rsqrt()).to(torch.bfloat16)
-        h = local(self.layer[1].layer_norm.weight) * h
+        h = local(self.layer[1].layer_norm.weight) * F.rms_norm(x, (32,), eps=1e-06)
         h = copy_to(h, axis="tp")  # forward: nothing; backward: all-reduce
         h = F.relu(F.linear(h, local(self.layer[1].DenseReluDense.wi.weight)))
         mlp = F.linear(h, local(self.layer[1].DenseReluDense.wo.weight))  # row-parallel → Partial
@@ -132,8 +130,7 @@ class T5Block2(nn.Module):
 
     def forward(self, x, mask, position_bias):  # x: Replicate@tp [b, s, 32]
         b, s, _ = x.shape
-        h = (x * (x.to(torch.float32).pow(2).mean((-1,), True) + 1e-06).rsqrt()).to(torch.bfloat16)
-        h = local(self.layer[0].layer_norm.weight) * h
+        h = local(self.layer[0].layer_norm.weight) * F.rms_norm(x, (32,), eps=1e-06)
         h = copy_to(h, axis="tp")  # forward: nothing; backward: all-reduce
         q = F.linear(h, local(self.layer[0].SelfAttention.q.weight))  # column-parallel
         q = q.reshape(b, s, 2, 8).transpose(1, 2)
@@ -148,8 +145,7 @@ class T5Block2(nn.Module):
         attn = all_reduce(attn, axis="tp")  # Partial → Replicate; backward: nothing
         x = x + attn
 
-        h = (x * (x.to(torch.float32).pow(2).mean((-1,), True) + 1e-06).rsqrt()).to(torch.bfloat16)
-        h = local(self.layer[1].layer_norm.weight) * h
+        h = local(self.layer[1].layer_norm.weight) * F.rms_norm(x, (32,), eps=1e-06)
         h = copy_to(h, axis="tp")  # forward: nothing; backward: all-reduce
         h = F.relu(F.linear(h, local(self.layer[1].DenseReluDense.wi.weight)))
         mlp = F.linear(h, local(self.layer[1].DenseReluDense.wo.weight))  # row-parallel → Partial
@@ -203,8 +199,7 @@ class T5Block3(nn.Module):
 
     def _attention(self, x):  # x: Replicate@tp [b, s, 32]
         b, s, _ = x.shape
-        h = (x * (x.to(torch.float32).pow(2).mean((-1,), True) + 1e-06).rsqrt()).to(torch.bfloat16)
-        h = local(self.layer[0].layer_norm.weight) * h
+        h = local(self.layer[0].layer_norm.weight) * F.rms_norm(x, (32,), eps=1e-06)
         h = copy_to(h, axis="tp")  # forward: nothing; backward: all-reduce
         q = F.linear(h, local(self.layer[0].SelfAttention.q.weight))  # column-parallel
         q = q.reshape(b, s, 2, 8).transpose(1, 2)
@@ -236,8 +231,7 @@ class T5Block3(nn.Module):
 
     def _cross_attention(self, x, encoder_out, mask_2):  # x: Replicate@tp [b, s, 32]
         b, s, _ = x.shape
-        h = (x * (x.to(torch.float32).pow(2).mean((-1,), True) + 1e-06).rsqrt()).to(torch.bfloat16)
-        h = local(self.layer[1].layer_norm.weight) * h
+        h = local(self.layer[1].layer_norm.weight) * F.rms_norm(x, (32,), eps=1e-06)
         h = copy_to(h, axis="tp")  # forward: nothing; backward: all-reduce
         q = F.linear(h, local(self.layer[1].EncDecAttention.q.weight))  # column-parallel
         q = q.reshape(b, s, 2, 8).transpose(1, 2)
@@ -258,8 +252,7 @@ class T5Block3(nn.Module):
         return zeros, x
 
     def _mlp(self, x):  # x: Replicate@tp [b, s, 32]
-        h = (x * (x.to(torch.float32).pow(2).mean((-1,), True) + 1e-06).rsqrt()).to(torch.bfloat16)
-        h = local(self.layer[2].layer_norm.weight) * h
+        h = local(self.layer[2].layer_norm.weight) * F.rms_norm(x, (32,), eps=1e-06)
         h = copy_to(h, axis="tp")  # forward: nothing; backward: all-reduce
         h = F.relu(F.linear(h, local(self.layer[2].DenseReluDense.wi.weight)))
         mlp = F.linear(h, local(self.layer[2].DenseReluDense.wo.weight))  # row-parallel → Partial
@@ -311,8 +304,7 @@ class T5Block4(nn.Module):
 
     def _attention(self, x, position_bias):  # x: Replicate@tp [b, s, 32]
         b, s, _ = x.shape
-        h = (x * (x.to(torch.float32).pow(2).mean((-1,), True) + 1e-06).rsqrt()).to(torch.bfloat16)
-        h = local(self.layer[0].layer_norm.weight) * h
+        h = local(self.layer[0].layer_norm.weight) * F.rms_norm(x, (32,), eps=1e-06)
         h = copy_to(h, axis="tp")  # forward: nothing; backward: all-reduce
         q = F.linear(h, local(self.layer[0].SelfAttention.q.weight))  # column-parallel
         q = q.reshape(b, s, 2, 8).transpose(1, 2)
@@ -332,8 +324,7 @@ class T5Block4(nn.Module):
 
     def _cross_attention(self, x, encoder_out, mask_2, zeros):  # x: Replicate@tp [b, s, 32]
         b, s, _ = x.shape
-        h = (x * (x.to(torch.float32).pow(2).mean((-1,), True) + 1e-06).rsqrt()).to(torch.bfloat16)
-        h = local(self.layer[1].layer_norm.weight) * h
+        h = local(self.layer[1].layer_norm.weight) * F.rms_norm(x, (32,), eps=1e-06)
         h = copy_to(h, axis="tp")  # forward: nothing; backward: all-reduce
         q = F.linear(h, local(self.layer[1].EncDecAttention.q.weight))  # column-parallel
         q = q.reshape(b, s, 2, 8).transpose(1, 2)
@@ -352,8 +343,7 @@ class T5Block4(nn.Module):
         return x + attn
 
     def _mlp(self, x):  # x: Replicate@tp [b, s, 32]
-        h = (x * (x.to(torch.float32).pow(2).mean((-1,), True) + 1e-06).rsqrt()).to(torch.bfloat16)
-        h = local(self.layer[2].layer_norm.weight) * h
+        h = local(self.layer[2].layer_norm.weight) * F.rms_norm(x, (32,), eps=1e-06)
         h = copy_to(h, axis="tp")  # forward: nothing; backward: all-reduce
         h = F.relu(F.linear(h, local(self.layer[2].DenseReluDense.wi.weight)))
         mlp = F.linear(h, local(self.layer[2].DenseReluDense.wo.weight))  # row-parallel → Partial
@@ -442,9 +432,7 @@ class Model(nn.Module):
 
     def _between(self, x, filled):  # x: Replicate@tp [b, s, 32]
         """What comes between encoder.block and decoder.block."""
-        encoder_out = x * (x.to(torch.float32).pow(2).mean((-1,), True) + 1e-06).rsqrt()
-        encoder_out = encoder_out.to(torch.bfloat16)
-        encoder_out = local(self.encoder.final_layer_norm.weight) * encoder_out
+        encoder_out = local(self.encoder.final_layer_norm.weight) * F.rms_norm(x, (32,), eps=1e-06)
         x = embedding(filled, local(self.decoder.embed_tokens.weight), size=97, axis="tp")
         x = all_reduce(x, axis="tp")  # Partial → Replicate; backward: nothing
         return encoder_out, x
@@ -452,12 +440,11 @@ class Model(nn.Module):
     def _epilogue(self, x, labels):  # x: Replicate@tp [b, s, 32]
         """What runs after the last layer: this micro-batch's share of the mean loss."""
         b, s, _ = x.shape
-        h = (x * (x.to(torch.float32).pow(2).mean((-1,), True) + 1e-06).rsqrt()).to(torch.bfloat16)
-        h = local(self.decoder.final_layer_norm.weight) * h
-        h = h * 0.1767766952966369
-        h = copy_to(h, axis="tp")  # forward: nothing; backward: all-reduce
+        x = local(self.decoder.final_layer_norm.weight) * F.rms_norm(x, (32,), eps=1e-06)
+        x = x * 0.1767766952966369
+        x = copy_to(x, axis="tp")  # forward: nothing; backward: all-reduce
         labels = labels.reshape(b * s)
-        logits = F.linear(h, local(self.lm_head.weight)).reshape(b * s, -1).to(torch.float32)
+        logits = F.linear(x, local(self.lm_head.weight)).reshape(b * s, -1).to(torch.float32)
         loss = cross_entropy(logits, labels, size=97, axis="tp")
         return loss / self._count
 

@@ -67,8 +67,7 @@ class T5Block(nn.Module):
 
     def _attention(self, x, mask):  # x: Shard(1)@tp [b, s/2, 32]
         b, s = x.shape[0], x.shape[1] * 2  # x has 1/2 of s
-        h = (x * (x.to(torch.float32).pow(2).mean((-1,), True) + 1e-06).rsqrt()).to(torch.bfloat16)
-        h = summed(self.layer[0].layer_norm.weight) * h
+        h = summed(self.layer[0].layer_norm.weight) * F.rms_norm(x, (32,), eps=1e-06)
         h = all_gather(h, dim=1, axis="tp")  # Shard(1) → Replicate; backward: reduce-scatter
         q = F.linear(h, local(self.layer[0].SelfAttention.q.weight))  # column-parallel
         q = q.reshape(b, s, 2, 8).transpose(1, 2)
@@ -100,8 +99,7 @@ class T5Block(nn.Module):
         return position_bias, x
 
     def _mlp(self, x):  # x: Shard(1)@tp [b, s/2, 32]
-        h = (x * (x.to(torch.float32).pow(2).mean((-1,), True) + 1e-06).rsqrt()).to(torch.bfloat16)
-        h = summed(self.layer[1].layer_norm.weight) * h
+        h = summed(self.layer[1].layer_norm.weight) * F.rms_norm(x, (32,), eps=1e-06)
         h = all_gather(h, dim=1, axis="tp")  # Shard(1) → Replicate; backward: reduce-scatter
         h = F.relu(F.linear(h, local(self.layer[1].DenseReluDense.wi.weight)))
         mlp = F.linear(h, local(self.layer[1].DenseReluDense.wo.weight))  # row-parallel → Partial
@@ -137,8 +135,7 @@ class T5Block2(nn.Module):
 
     def forward(self, x, mask, position_bias):  # x: Shard(1)@tp [b, s/2, 32]
         b, s = x.shape[0], x.shape[1] * 2  # x has 1/2 of s
-        h = (x * (x.to(torch.float32).pow(2).mean((-1,), True) + 1e-06).rsqrt()).to(torch.bfloat16)
-        h = summed(self.layer[0].layer_norm.weight) * h
+        h = summed(self.layer[0].layer_norm.weight) * F.rms_norm(x, (32,), eps=1e-06)
         h = all_gather(h, dim=1, axis="tp")  # Shard(1) → Replicate; backward: reduce-scatter
         q = F.linear(h, local(self.layer[0].SelfAttention.q.weight))  # column-parallel
         q = q.reshape(b, s, 2, 8).transpose(1, 2)
@@ -153,8 +150,7 @@ class T5Block2(nn.Module):
         attn = reduce_scatter(attn, dim=1, axis="tp")  # Partial → Shard(1); backward: all-gather
         x = x + attn
 
-        h = (x * (x.to(torch.float32).pow(2).mean((-1,), True) + 1e-06).rsqrt()).to(torch.bfloat16)
-        h = summed(self.layer[1].layer_norm.weight) * h
+        h = summed(self.layer[1].layer_norm.weight) * F.rms_norm(x, (32,), eps=1e-06)
         h = all_gather(h, dim=1, axis="tp")  # Shard(1) → Replicate; backward: reduce-scatter
         h = F.relu(F.linear(h, local(self.layer[1].DenseReluDense.wi.weight)))
         mlp = F.linear(h, local(self.layer[1].DenseReluDense.wo.weight))  # row-parallel → Partial
@@ -208,8 +204,7 @@ class T5Block3(nn.Module):
 
     def _attention(self, x):  # x: Shard(1)@tp [b, s/2, 32]
         b, s = x.shape[0], x.shape[1] * 2  # x has 1/2 of s
-        h = (x * (x.to(torch.float32).pow(2).mean((-1,), True) + 1e-06).rsqrt()).to(torch.bfloat16)
-        h = summed(self.layer[0].layer_norm.weight) * h
+        h = summed(self.layer[0].layer_norm.weight) * F.rms_norm(x, (32,), eps=1e-06)
         h = all_gather(h, dim=1, axis="tp")  # Shard(1) → Replicate; backward: reduce-scatter
         q = F.linear(h, local(self.layer[0].SelfAttention.q.weight))  # column-parallel
         q = q.reshape(b, s, 2, 8).transpose(1, 2)
@@ -246,8 +241,7 @@ class T5Block3(nn.Module):
 
     def _cross_attention(self, x, encoder_out, mask_2):  # x: Shard(1)@tp [b, s/2, 32]
         b, s = x.shape[0], x.shape[1] * 2  # x has 1/2 of s
-        h = (x * (x.to(torch.float32).pow(2).mean((-1,), True) + 1e-06).rsqrt()).to(torch.bfloat16)
-        h = summed(self.layer[1].layer_norm.weight) * h
+        h = summed(self.layer[1].layer_norm.weight) * F.rms_norm(x, (32,), eps=1e-06)
         h = all_gather(h, dim=1, axis="tp")  # Shard(1) → Replicate; backward: reduce-scatter
         q = F.linear(h, local(self.layer[1].EncDecAttention.q.weight))  # column-parallel
         q = q.reshape(b, s, 2, 8).transpose(1, 2)
@@ -269,8 +263,7 @@ class T5Block3(nn.Module):
         return zeros, x
 
     def _mlp(self, x):  # x: Shard(1)@tp [b, s/2, 32]
-        h = (x * (x.to(torch.float32).pow(2).mean((-1,), True) + 1e-06).rsqrt()).to(torch.bfloat16)
-        h = summed(self.layer[2].layer_norm.weight) * h
+        h = summed(self.layer[2].layer_norm.weight) * F.rms_norm(x, (32,), eps=1e-06)
         h = all_gather(h, dim=1, axis="tp")  # Shard(1) → Replicate; backward: reduce-scatter
         h = F.relu(F.linear(h, local(self.layer[2].DenseReluDense.wi.weight)))
         mlp = F.linear(h, local(self.layer[2].DenseReluDense.wo.weight))  # row-parallel → Partial
@@ -322,8 +315,7 @@ class T5Block4(nn.Module):
 
     def _attention(self, x, position_bias):  # x: Shard(1)@tp [b, s/2, 32]
         b, s = x.shape[0], x.shape[1] * 2  # x has 1/2 of s
-        h = (x * (x.to(torch.float32).pow(2).mean((-1,), True) + 1e-06).rsqrt()).to(torch.bfloat16)
-        h = summed(self.layer[0].layer_norm.weight) * h
+        h = summed(self.layer[0].layer_norm.weight) * F.rms_norm(x, (32,), eps=1e-06)
         h = all_gather(h, dim=1, axis="tp")  # Shard(1) → Replicate; backward: reduce-scatter
         q = F.linear(h, local(self.layer[0].SelfAttention.q.weight))  # column-parallel
         q = q.reshape(b, s, 2, 8).transpose(1, 2)
@@ -343,8 +335,7 @@ class T5Block4(nn.Module):
 
     def _cross_attention(self, x, encoder_out, mask_2, zeros):  # x: Shard(1)@tp [b, s/2, 32]
         b, s = x.shape[0], x.shape[1] * 2  # x has 1/2 of s
-        h = (x * (x.to(torch.float32).pow(2).mean((-1,), True) + 1e-06).rsqrt()).to(torch.bfloat16)
-        h = summed(self.layer[1].layer_norm.weight) * h
+        h = summed(self.layer[1].layer_norm.weight) * F.rms_norm(x, (32,), eps=1e-06)
         h = all_gather(h, dim=1, axis="tp")  # Shard(1) → Replicate; backward: reduce-scatter
         q = F.linear(h, local(self.layer[1].EncDecAttention.q.weight))  # column-parallel
         q = q.reshape(b, s, 2, 8).transpose(1, 2)
@@ -364,8 +355,7 @@ class T5Block4(nn.Module):
         return x + attn
 
     def _mlp(self, x):  # x: Shard(1)@tp [b, s/2, 32]
-        h = (x * (x.to(torch.float32).pow(2).mean((-1,), True) + 1e-06).rsqrt()).to(torch.bfloat16)
-        h = summed(self.layer[2].layer_norm.weight) * h
+        h = summed(self.layer[2].layer_norm.weight) * F.rms_norm(x, (32,), eps=1e-06)
         h = all_gather(h, dim=1, axis="tp")  # Shard(1) → Replicate; backward: reduce-scatter
         h = F.relu(F.linear(h, local(self.layer[2].DenseReluDense.wi.weight)))
         mlp = F.linear(h, local(self.layer[2].DenseReluDense.wo.weight))  # row-parallel → Partial
@@ -439,9 +429,7 @@ class Model(nn.Module):
 
     def _between(self, x, filled):  # x: Shard(1)@tp [b, s/2, 32]
         """What comes between encoder.block and decoder.block."""
-        encoder_out = x * (x.to(torch.float32).pow(2).mean((-1,), True) + 1e-06).rsqrt()
-        encoder_out = encoder_out.to(torch.bfloat16)
-        encoder_out = summed(self.encoder.final_layer_norm.weight) * encoder_out
+        encoder_out = summed(self.encoder.final_layer_norm.weight) * F.rms_norm(x, (32,), eps=1e-06)
         x = embedding(filled, local(self.decoder.embed_tokens.weight), size=97, axis="tp")
         x = reduce_scatter(x, dim=1, axis="tp")  # Partial → Shard(1); backward: all-gather
         return encoder_out, x
@@ -449,12 +437,11 @@ class Model(nn.Module):
     def _epilogue(self, x, labels):  # x: Shard(1)@tp [b, s/2, 32]
         """What runs after the last layer: this micro-batch's share of the mean loss."""
         b, s = x.shape[0], x.shape[1] * 2  # x has 1/2 of s
-        h = (x * (x.to(torch.float32).pow(2).mean((-1,), True) + 1e-06).rsqrt()).to(torch.bfloat16)
-        h = summed(self.decoder.final_layer_norm.weight) * h
-        h = h * 0.1767766952966369
-        h = all_gather(h, dim=1, axis="tp")  # Shard(1) → Replicate; backward: reduce-scatter
+        x = summed(self.decoder.final_layer_norm.weight) * F.rms_norm(x, (32,), eps=1e-06)
+        x = x * 0.1767766952966369
+        x = all_gather(x, dim=1, axis="tp")  # Shard(1) → Replicate; backward: reduce-scatter
         labels = labels.reshape(b * s)
-        logits = F.linear(h, local(self.lm_head.weight)).reshape(b * s, -1).to(torch.float32)
+        logits = F.linear(x, local(self.lm_head.weight)).reshape(b * s, -1).to(torch.float32)
         loss = cross_entropy(logits, labels, size=97, axis="tp")
         return loss / self._count
 
