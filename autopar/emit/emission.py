@@ -92,12 +92,12 @@ class Emission:
         """Parameters that several stages use under one name, as those of a layer object, each its own original."""
         stages: dict[str, set[int]] = {}
         for call in self.program.calls:
-            for name in self.used([call]):
+            for name in sorted(self.used([call])):
                 stages.setdefault(name, set()).update(self.program.stage_of_call(call))
         return {name: name for name, used in stages.items() if len(used) > 1}
 
     def declare(self, node: fx.Node) -> str:
-        """parameter(…), tie(…) or buffer(…) of a placeholder."""
+        """parameter(…), tie(…) or buffer(…) of a placeholder; nothing where it is declared already."""
         facts = info(node)
         shape = tuple_text([size_text(n) for n in facts.shape], quote=False)
         if facts.role is Role.BUFFER and self.is_statistic(node):
@@ -109,7 +109,12 @@ class Emission:
             return f'buffer(self, "{facts.ref}", {shape}, {facts.dtype})'
         shard = f", shard={facts.placement.dim}" if facts.placement.is_shard else ""
         frozen = "" if facts.requires_grad else ", frozen=True"
-        if other := self._tied_before(node):
+        other = self._tied_before(node)
+        if other == facts.ref and len(self.program.stages) == 1:
+            return ""  # used again where it has been declared
+        if other:
+            if other == facts.ref and len(self.program.stages) == 1:
+                return ""
             self.imports.add("parameters.tie")
             return f'tie(self, "{facts.ref}", "{other}", {shape}{shard}{frozen})'
         self.imports.add("parameters.parameter")
@@ -140,10 +145,13 @@ class Emission:
         ops: Sequence[fx.Node] | None = None,
         results: Sequence[fx.Node] | None = None,
         breaks: Collection[fx.Node] = (),
+        called: Mapping[fx.Node, str] | None = None,
     ) -> Body:
         """The lines of a block, or of some of its ops."""
         ops, results = block.ops if ops is None else ops, block.results if results is None else results
-        body = Body(ops, results, self.roles(block), self.access, names, self.plan.mesh.tp, breaks).write()
+        body = Body(
+            ops, results, self.roles(block), self.access, names, self.plan.mesh.tp, breaks, called or {}
+        ).write()
         self.imports |= body.imports
         return body
 

@@ -19,15 +19,20 @@ class Run:
     def __len__(self) -> int:
         return self.stop - self.start
 
+    @property
+    def places(self) -> range:
+        return range(self.start, self.stop)
+
 
 def runs(program: Program, key: Callable[[Call], Any]) -> list[Run]:
-    """Maximal runs of neighbours in one list with the same key; what is between two lists is alone."""
+    """Maximal runs of neighbours in one list with the same key; what is between two layers is alone."""
     calls = program.layer_calls
     starts = [
         place
         for place, call in enumerate(calls)
         if not place
-        or program.is_between(call.block) != program.is_between(calls[place - 1].block)
+        or program.is_between(call.block)
+        or program.is_between(calls[place - 1].block)
         or parent(call) != parent(calls[place - 1])
         or key(call) != key(calls[place - 1])
     ]

@@ -76,13 +76,16 @@ def _declarations(e: Emission) -> list[str]:
     for name, guard in ((TABLES, ""), (PROLOGUE, "" if alone else "self._first")):
         if name in blocks:
             lines += _guarded(e, blocks[name], guard)
+    made: set[str] = set()
     for run in runs(e.program, lambda call: call.block):
-        block = e.program.layer_calls[run.start].block
+        block, paths = e.program.layer_calls[run.start].block, {e.program.layer_calls[i].path for i in run.places}
         if e.program.is_between(block):
             guard = "" if alone else f"self._start <= {run.start} < self._stop"
             lines += _guarded(e, blocks[block], guard)
-        else:
-            lines += _new_layers(e, run)
+        elif not (alone and paths <= made):  # layers used again are there; another stage may need them for itself
+            new = _new_layers(e, run)
+            lines += [] if alone and len(run) == 1 and new[0] in lines else new  # else used before: declared already
+        made |= paths
     if EPILOGUE in blocks:
         lines += _guarded(e, blocks[EPILOGUE], "" if alone else "self._last")
     return [f"        {line}" for line in lines]
@@ -140,6 +143,8 @@ def _purpose(e: Emission, block: Block) -> str:
     calls = e.program.layer_calls
     place = calls.index(e.program.call_of(block.name))
     before, after = (parent(c[0]) if c else "" for c in (calls[place - 1 : place], calls[place + 1 : place + 2]))
+    if before and before == after:
+        return f"What comes between one use of {before} and the next."
     return f"What comes between {before or 'the layers before'} and {after or 'the layers after'}."
 
 

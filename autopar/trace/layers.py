@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from ..ir.graph import (
+    BETWEEN,
     MODEL,
     TABLES,
     Block,
@@ -38,24 +39,29 @@ _MAIN_OPS = {"linear", "layer_norm", "rms_norm", "embedding", "scaled_dot_produc
 
 def split_layers(program: Program, class_names: dict[str, str]) -> Program:
     """The program as calls of blocks. `class_names` maps a layer's module path to its Python class name."""
+    split, uneven = _split(program, class_names, frozenset())
+    return _split(program, class_names, uneven)[0] if uneven else split
+
+
+def _split(program: Program, class_names: dict[str, str], apart: frozenset[str]) -> tuple[Program, frozenset[str]]:
+    """The program as calls of blocks, the items of the lists `apart` as ops of the model; and its uneven lists."""
     lists = layer_lists({name: facts.shape for name, facts in program.parameters.items()})
     block = _lift_shared(program.blocks[MODEL], lists)
-    runs = segments(block, lists)
+    runs = [segment for segment in segments(block, lists) if segment.nodes]
     made: dict[tuple[Any, ...], Block] = {}
     blocks = {name: b for name, b in program.blocks.items() if name != MODEL}
     calls: list[Call] = []
     tables = {node.name for segment in runs if segment.path == TABLES for node in segment.nodes}
     for segment in runs:
-        if not segment.nodes:
-            continue
         if any(is_stand_in(node) for node in segment.nodes):
             calls.append(stand_in_call(segment.path, segment.nodes, calls))
             continue
-        path = segment.path if segment.is_layer else ""
-        name = class_names.get(segment.path, "Layer") if segment.is_layer else segment.path
+        is_layer = segment.is_layer and _list_of(segment.path) not in apart
+        path = segment.path if is_layer else ""
+        name = class_names.get(path, "Layer") if is_layer else BETWEEN if segment.is_layer else segment.path
         new, inputs, outputs = _extract(segment, path, name, block)
         key = (*_fingerprint(new), *(v for v in inputs if v in tables))
-        if segment.is_layer and key in made:
+        if is_layer and key in made:
             new = made[key]
         else:
             name = _unique(name, blocks)
@@ -63,7 +69,27 @@ def split_layers(program: Program, class_names: dict[str, str]) -> Program:
             blocks[name] = new
         calls.append(Call(new.name, _first_path(path, new, program.tied, lists), inputs, outputs))
     program = replace(program, blocks=blocks, calls=tuple(calls))
-    return complete(program, [s.path for s in runs if any(map(is_stand_in, s.nodes))])
+    program = complete(program, [s.path for s in runs if any(map(is_stand_in, s.nodes))])
+    return program, _uneven_lists(calls, runs)
+
+
+def _uneven_lists(calls: list[Call], runs: list[Segment]) -> frozenset[str]:
+    """Lists with a layer object that is called as several classes, where a module has one forward.
+
+    So it is where only later uses get a hidden state with a gradient, or a value that the first has made.
+    """
+    classes: dict[str, set[str]] = {}
+    lists: dict[str, set[str]] = {}
+    for call, segment in zip(calls, runs, strict=True):
+        if call.path:
+            classes.setdefault(call.path, set()).add(call.block)
+            lists.setdefault(call.path, set()).update((_list_of(call.path), _list_of(segment.path)))
+    return frozenset().union(*(lists[path] for path, names in classes.items() if len(names) > 1))
+
+
+def _list_of(path: str) -> str:
+    """The list that the layer at a path is in."""
+    return path.rpartition(".")[0]
 
 
 def _lift_shared(block: Block, lists: LayerLists) -> Block:

@@ -64,15 +64,17 @@ def subject_of(spec: ModelSpec) -> Subject:
 
 def plan_of(made: Subject, spec: PlanSpec) -> Plan:
     pp, dp, tp = spec.mesh
+    pp = min(pp, len(made.program.layer_calls))
+    enough = SAMPLES // dp // spec.micro_batch >= pp  # 1F1B needs a micro-batch for each stage
     return made.plan(
-        min(pp, len(made.program.layer_calls)),
+        pp,
         dp,
         tp,
         layout=LAYOUTS[spec.layout],
         costs=None if spec.objective is None else RandomCosts(spec.objective),
         micro_batch=spec.micro_batch,
         recompute="all" if spec.recompute else (),
-        schedule=spec.schedule,
+        schedule=spec.schedule if enough else "gpipe",
         global_batch=SAMPLES,
         sequence=SEQUENCE,
         zero=spec.zero,
