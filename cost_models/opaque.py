@@ -12,9 +12,6 @@ from autopar.ir.graph import Program, arguments, node_inputs
 from autopar.placement import REPLICATE, Strategy
 from autopar.rules import rule_of
 
-# torch's optimizers skip a parameter without a gradient; the ranks cannot know of each other's.
-_LEFT_OUT = "; a parameter that a whole step leaves out has a gradient of zero there, not none"
-
 
 def opaque_shares(program: Program, values: Mapping[sympy.Symbol, int]) -> dict[str, float]:
     """Opaque module → its share of the model's FLOPs, largest first; `values` are numbers for b and s."""
@@ -35,6 +32,6 @@ def opaque_note(program: Program, values: Mapping[sympy.Symbol, int], classes: M
     """A line for each opaque module, for the plan table. `classes`: module path → class name."""
     return [
         f"{name} ({classes[program.opaque[name].path]}) cannot be traced and is kept whole on every GPU of tp: "
-        f"{share:.1%} of FLOPs{_LEFT_OUT * program.opaque[name].leaves_out}"
+        f"{share:.1%} of FLOPs"
         for name, share in opaque_shares(program, values).items()
     ]

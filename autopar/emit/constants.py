@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..ir.custom import OPAQUE
 from ..ir.graph import COUNT, PROLOGUE, Call, Role, info, node_inputs
 from .emission import Emission, dict_text, tuple_text
 from .layer_runs import lists
@@ -40,6 +41,7 @@ def constants(e: Emission, paths: bool) -> str:
     if e.program.opaque:
         e.imports.add("opaque.OpaqueModules")
         lines.append("OPAQUE = OpaqueModules(__file__)  # modules that are kept whole: their classes are in opaque.pt")
+        lines += _optional(e)
     if e.program.recompute:
         recompute = sorted(e.program.recompute)
         whole = recompute == list(range(recompute[0], recompute[-1] + 1))
@@ -54,6 +56,28 @@ def constants(e: Emission, paths: bool) -> str:
         lines += [f"    ({tuple_text(names)}, {dict_text(own)})," for names, own in _groups(e)]
         lines.append(")")
     return "\n".join(lines)
+
+
+def _optional(e: Emission) -> list[str]:
+    """OPTIONAL: the names that only opaque modules read; a tied parameter is read under each of its names."""
+    tied, read, elsewhere = e.program.tied, dict[tuple[str, ...], list[str]](), set[str]()
+    for block, node in ((b, n) for b in e.program.blocks.values() for n in b.placeholders(Role.PARAMETER)):
+        paths = tuple(call.full_name("") for call in e.program.calls if call.block == block.name)
+        if all(user.target is OPAQUE for user in node.users):
+            read.setdefault(paths, []).append(info(node).ref)
+        else:
+            elsewhere |= {tied.get(path + info(node).ref, path + info(node).ref) for path in paths}
+    rows: list[str] = []
+    for paths, refs in read.items():
+        free = [[ref for ref in refs if tied.get(path + ref, path + ref) not in elsewhere] for path in paths]
+        if paths == ("",) or any(of_path != free[0] for of_path in free):
+            rows += [f'"{path}{ref}"' for path, of_path in zip(paths, free, strict=True) for ref in of_path]
+        elif free[0]:
+            short = _paths([path.rstrip(".") for path in paths])
+            rows += ["*(", f'{_INDENT}f"{{path}}.{{name}}"', f"{_INDENT}for path in {short}", f"{_INDENT}for name in ("]
+            rows += [*(f'{_INDENT * 2}"{ref}",' for ref in free[0]), f"{_INDENT})", ")"]
+    lines = [_INDENT + (row if row.startswith(("*(", _INDENT)) else f"{row},") for row in rows]
+    return ["OPTIONAL = (  # parameters that only these modules read", *lines, ")"] if rows else []
 
 
 def _rows(name: str, rows: Sequence[str], comment: str) -> list[str]:

@@ -12,7 +12,7 @@ from ..ir.ops import COLLECTIVES
 
 _GLOBALS = frozenset({
     "torch", "nn", "F", "checkpoint", "Settings", "Model", "count_targets",
-    "SETTINGS", "LAYERS", "TIED", "RECOMPUTE", "PARTS", "UNUSED", "PARAMETER_GROUPS",
+    "SETTINGS", "LAYERS", "TIED", "RECOMPUTE", "PARTS", "UNUSED", "OPAQUE", "OPTIONAL", "PARAMETER_GROUPS",
     "parameter", "buffer", "tie", "submodule", "local", "summed", "statistics",
     "embedding", "cross_entropy", "batch_norm", "dropout", "attention",
     "PATHS", "rotate", "range", "super", "staticmethod", "max", "min", "float", *COLLECTIVES,

@@ -64,14 +64,10 @@ EXPERTS = torch.ops.autopar.experts.default
 
 @dataclass(frozen=True)
 class OpaqueCall:
-    """path: of the module, or of one that is the same. inputs: its args and kwargs, any tensor where one is given.
-
-    leaves_out: whether it depends on values which parameters it reads.
-    """
+    """path: of the module, or of one that is the same. inputs: its args and kwargs, any tensor where one is given."""
 
     path: str
     inputs: tuple[tuple[Any, ...], dict[str, Any]]
-    leaves_out: bool = False
 
 
 # The shapes of an opaque module's results, by the name of the module; known before it is traced.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten  # torch has no public name for it
 
-from .mesh import current
+from .mesh import Mesh, current
 from .parameters import local
 
 FILE = "opaque.pt"
+_reached: set[tuple[nn.Module, str]] = set()  # parameters with a gradient since `drop`: (holder, name in it)
 
 
 @dataclass(frozen=True)
@@ -31,15 +33,16 @@ class OpaqueModule:
         """The tensors that the module returns, given those it takes; its parameters are those of `holder`."""
         own = {name for name, _ in _named(self.module)}
         values = {name: local(value) for name, value in _named(holder) if name in own}
+        trained = {name: value for name, value in values.items() if value.requires_grad}
+        marked = {name: _Mark.apply(value, holder, name) for name, value in trained.items()}  # type: ignore[no-untyped-call]
         leaves, form = tree_flatten(self.inputs)
         given = iter(tensors)
         args, kwargs = tree_unflatten([next(given) if isinstance(x, Tensor) else x for x in leaves], form)
         self.module.train(holder.training)
         with _raise_float32() if current().settings.precision == "fp64" else nullcontext():
-            result = torch.func.functional_call(self.module, values, args, kwargs)
+            result = torch.func.functional_call(self.module, values | marked, args, kwargs)
         found = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-        trained = [value for value in values.values() if value.requires_grad]
-        found = list(_ReadAll.apply(len(found), *found, *trained))  # type: ignore[no-untyped-call]
+        found = list(_ReadAll.apply(len(found), *found, *trained.values()))  # type: ignore[no-untyped-call]
         return found[0] if len(found) == 1 else tuple(found)
 
 
@@ -79,13 +82,59 @@ class _ReadAll(torch.autograd.Function):
     def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.like = [(p.shape, p.dtype, p.device) for p in tensors[count:]]
         results = tuple(x.view_as(x) for x in tensors[:count])
-        ctx.mark_non_differentiable(*(x for x, y in zip(results, tensors, strict=False) if not y.requires_grad))
+        ctx.mark_non_differentiable(*(x for x in results if not x.is_floating_point()))
         return results
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         zeros = (torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.like)
         return None, *gradients, *zeros
+
+
+class _Mark(torch.autograd.Function):
+    """A parameter as it is; its gradient, where it has one, is noted."""
+
+    @staticmethod
+    def forward(ctx: Any, p: Tensor, holder: nn.Module, name: str) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.key = holder, name
+        return p.view_as(p)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None, None]:
+        if gradients[0] is not None:
+            _reached.add(ctx.key)
+        return gradients[0], None, None
+
+
+class LeftOut:
+    """A parameter that all calls of a step, on all ranks, leave out has no gradient, as in the original: optimizers
+    then leave it alone, and a gradient of zero would let it decay.
+
+    names: of the whole program's parameters that only opaque modules read.
+    """
+
+    def __init__(
+        self, names: Sequence[str], original: Callable[[str], str], model: nn.Module, parameters: Mapping[str, Tensor]
+    ) -> None:
+        self._flag = {name: i for i, name in enumerate(dict.fromkeys(map(original, names)))}
+        self._paths = {module: f"{path}." if path else "" for path, module in model.named_modules()}
+        self._original, self._parameters = original, parameters
+
+    def drop(self, mesh: Mesh) -> None:
+        """Every rank calls, after a step's gradients are summed."""
+        if not self._flag:
+            return
+        reached = {self._original(self._paths[holder] + name) for holder, name in _reached}
+        _reached.clear()
+        flags = torch.tensor([name in reached for name in self._flag], dtype=torch.int32, device=mesh.device)
+        if mesh.settings.world_size > 1:
+            dist.all_reduce(flags, dist.ReduceOp.MAX)
+        graded = flags.tolist()
+        for name, p in self._parameters.items():
+            place = self._flag.get(self._original(name))
+            if place is not None and not graded[place]:
+                p.grad = None
 
 
 class _raise_float32(TorchFunctionMode):  # noqa: N801 - a context manager

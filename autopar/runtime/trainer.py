@@ -16,6 +16,7 @@ from . import checkpoint
 from .data_parallel import distribute
 from .mesh import init_mesh
 from .norm import kept_buffers, update_statistics
+from .opaque import LeftOut
 from .optimizer import Optimizer, Tied, clip_gradients, square_sum
 from .parameters import Shape, Value, materialise, parameter
 from .pipeline import Batch, make_run
@@ -65,6 +66,8 @@ class Trainer:
         self.parameters = dict(self.model.named_parameters()) | self._unused(getattr(program, "UNUSED", ()), value)
         self.statistics = kept_buffers(self.model)
         self.tied = Tied(program.TIED, self.parameters, self.mesh)
+        optional = getattr(program, "OPTIONAL", ())
+        self.left_out = LeftOut(optional, self.names.original, self.model, self.parameters)
         options = settings.optimizer_kwargs | ({} if lr is None else {"lr": lr})
         groups = getattr(program, "PARAMETER_GROUPS", ())
         self.optimizer = Optimizer(self.parameters, settings.optimizer, options, groups)
@@ -84,6 +87,7 @@ class Trainer:
         loss = self._run(batch)
         self.data_parallel.after_backward()
         self.tied.sum_gradients()
+        self.left_out.drop(self.mesh)
         result = self._totals(loss)
         if self.clip is not None:
             clip_gradients(self.parameters.values(), result.grad_norm, self.clip)

@@ -102,11 +102,12 @@ class Opaque:
         return path if path and self._may_be_kept(path) else None
 
     def _innermost(self, error: BaseException) -> str:
-        names = {id(module): name for name, module in self.shadow.named_modules()}
+        # Where modules are shared, export runs proxies of all of them, which have the attributes of the originals.
+        names = {id(vars(module)): name for name, module in self.shadow.named_modules()}
         path, traceback = "", (error.__cause__ or error).__traceback__
         while traceback is not None:
             owner = traceback.tb_frame.f_locals.get("self")
-            path = names.get(id(owner), path)
+            path = names.get(id(getattr(owner, "__dict__", None)), path)
             traceback = traceback.tb_next
         return path
 
@@ -143,7 +144,7 @@ class Opaque:
         given = [_taken(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         if any(isinstance(leaf, torch.SymInt) for leaf in leaves):
             raise TraceError(f"{path} cannot be traced, and is called with a size: pass it tensors only")
-        original = self.model.get_submodule(path)
+        original = dict(self.model.named_modules(remove_duplicate=False))[path]  # attributes are proxies within export
         key = (structure(original), tuple(given), form)
         for call in self.calls:
             if _equal(call.key, key):

@@ -81,7 +81,6 @@ class Trial:
         self.module = _with_values(module, own)
         self.result: list[Any] = []
         self.result_form: Any = None
-        self._leaves_out = False
 
     def in_float32(self) -> Trial:
         """The same in float32: half precision rounds differently for every number of rows."""
@@ -110,7 +109,7 @@ class Trial:
 
     def as_called(self) -> OpaqueCall:
         empty = [torch.empty(0, device="meta") for _ in self.taken]
-        return OpaqueCall(self.path, self._filled(empty), self._leaves_out)
+        return OpaqueCall(self.path, self._filled(empty))
 
     @property
     def what(self) -> str:
@@ -158,7 +157,7 @@ class Trial:
         buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
         sizes = {symbol: _PRIMES[0] for t in self.taken for n in t.shape for symbol in n.free_symbols}
         for seed in range(_DRAWS):  # what it does may depend on values
-            self._leaves_out |= self._left_out(self.run(sizes, seed)[1])
+            self.run(sizes, seed)
         if not torch.equal(before, torch.random.get_rng_state()):
             raise RefusedError(
                 f"{self.what} cannot be traced, and it draws random numbers, which would differ on each GPU: move its "
@@ -167,14 +166,6 @@ class Trial:
         for name, buffer in self.module.named_buffers():
             if not torch.equal(buffers[name], buffer):
                 raise RefusedError(f"{self.what} cannot be traced, and it changes its buffer {name}")
-
-    def _left_out(self, results: Sequence[Tensor]) -> bool:
-        """Whether a call has given some parameter no gradient."""
-        trained = [p for p in self.module.parameters() if p.requires_grad]
-        outputs = [r.sum() for r in results if r.requires_grad]
-        if not trained or not outputs:
-            return bool(trained)
-        return any(g is None for g in torch.autograd.grad(outputs, trained, allow_unused=True))
 
     def treats_samples_alone(self, shapes: Sequence[tuple[sympy.Expr, ...]]) -> bool:
         """Whether two halves of a batch give what the whole gives, in each of some runs on values of many scales.

@@ -76,6 +76,43 @@ class Selected(nn.Module):
         return rows.index_add(0, chosen, self.mix(rows[chosen])).view_as(x)
 
 
+class Marked(nn.Module):
+    """`rare` is for samples with a flag; without one a sample has no gradient here. Nothing reads `never`."""
+
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.rare, self.never = nn.Linear(d, d), nn.Linear(d, d)
+
+    def forward(self, x: Tensor, flags: Tensor) -> Tensor:
+        return torch.stack([self.rare(row) if flag else row.detach() for row, flag in zip(x, flags, strict=True)])
+
+
+class MarkedBlock(nn.Module):
+    def __init__(self, d: int, reads: bool) -> None:
+        super().__init__()
+        self.inner, self.reads = Marked(d), reads
+
+    def forward(self, x: Tensor, flags: Tensor) -> Tensor:
+        result: Tensor = x + self.inner(x, flags)
+        return result + F.linear(result, self.inner.rare.weight) if self.reads else result
+
+
+class MarkedModel(nn.Module):
+    """Samples with the token 0 have a flag. If `reads`, all samples read the weight of `rare`."""
+
+    def __init__(self, layers: int = 4, d: int = 16, reads: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, d)
+        self.blocks = nn.ModuleList(MarkedBlock(d, reads) for _ in range(layers))
+        self.head = nn.Linear(d, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x, flags = self.embedding(input_ids), (input_ids == 0).any(-1)
+        for block in self.blocks:
+            x = block(x, flags)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
 class Noisy(nn.Module):
     def __init__(self, d: int) -> None:
         super().__init__()

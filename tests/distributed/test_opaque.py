@@ -19,12 +19,13 @@ from autopar.errors import PlanError
 from autopar.search.layouts import MEGATRON_SP
 from tests.distributed.opaque_models import (
     BatchSquash,
+    MarkedModel,
     OpaqueModel,
     Selected,
     Squash,
     StraightThrough,
 )
-from tests.distributed.programs import Subject, assert_parity, subject
+from tests.distributed.programs import Subject, assert_parity, batches, subject
 
 PLANS: dict[str, dict[str, Any]] = {
     "dp2": {"dp": 2, "micro_batch": 3},
@@ -50,6 +51,40 @@ def made(kind: str) -> Subject:
 def test_a_branch_on_values_inside_a_module(plan: str) -> None:
     """Which parameters a rank reads depends on its samples: the reductions of gradients must not."""
     assert_parity(made("Squash"), made("Squash").plan(**PLANS[plan]))
+
+
+def marked(reads: bool) -> Subject:
+    """One sample has the flag in the first and the third step, none in the others."""
+    torch.manual_seed(0)
+    data = batches()
+    for step, batch in enumerate(data):
+        batch["input_ids"][batch["input_ids"] == 0] = 1
+        if step in (0, 2):
+            batch["input_ids"][9, 3] = 0  # its labels are not all padding
+    return subject(MarkedModel(reads=reads), torch.float64, data=data)
+
+
+@pytest.mark.parametrize(
+    ("plan", "reads"),
+    [("dp2", False), ("dp2", True), ("zero3", False), ("zero3", True), ("zero3-tp2-pp2-recompute", False)],
+)
+def test_a_parameter_that_a_step_leaves_out_does_not_decay(plan: str, reads: bool) -> None:
+    """The original has no gradient of it, so that AdamW leaves it and its state alone."""
+    left_out = marked(reads)
+    before, after = left_out.weights, left_out.reference.weights
+    assert torch.equal(before["blocks.0.inner.never.weight"], after["blocks.0.inner.never.weight"])
+    assert not torch.equal(before["blocks.0.inner.rare.weight"], after["blocks.0.inner.rare.weight"])
+    assert ('        "inner.rare.weight",' in left_out.source(left_out.plan())) is not reads
+    assert_parity(left_out, left_out.plan(**PLANS[plan]))
+
+
+def test_verify_finds_that_parameters_left_out_are_equal() -> None:
+    ids = torch.zeros(2, 16, dtype=torch.long)
+    result = autopar.parallelize(
+        MarkedModel(), 2, gpu="cpu", inputs={"input_ids": ids, "labels": ids}, global_batch=4, dp=2
+    )
+    assert "gradient of zero" not in str(result)
+    assert result.verify(steps=3).holds
 
 
 @pytest.mark.parametrize("kind", ["StraightThrough", "Selected"])

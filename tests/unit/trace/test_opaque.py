@@ -48,11 +48,6 @@ def test_whether_it_treats_samples_alone_is_found_by_running_it(kind: type[nn.Mo
     assert program.count("Block") == 2  # the layers are one class still
 
 
-def test_parameters_that_a_call_may_leave_out_are_noticed() -> None:
-    assert traced(OpaqueModel(Squash, layers=1)).opaque["inner"].leaves_out
-    assert not traced(OpaqueModel(StraightThrough, layers=1)).opaque["inner"].leaves_out
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_shapes_and_dtypes_are_those_of_a_run(dtype: torch.dtype) -> None:
     program = traced(OpaqueModel(layers=1), dtype)
