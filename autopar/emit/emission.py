@@ -113,8 +113,6 @@ class Emission:
         if other == facts.ref and len(self.program.stages) == 1:
             return ""  # used again where it has been declared
         if other:
-            if other == facts.ref and len(self.program.stages) == 1:
-                return ""
             self.imports.add("parameters.tie")
             return f'tie(self, "{facts.ref}", "{other}", {shape}{shard}{frozen})'
         self.imports.add("parameters.parameter")

@@ -13,14 +13,16 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from autopar.errors import PlanError
 from autopar.plan import Plan
+from autopar.request import with_loss
 from autopar.search.layouts import FREE, MEGATRON, MEGATRON_SP
 from tests import models
 from tests.distributed.programs import Subject, parity, subject
 from tests.distributed.test_random_plans import RandomCosts
-from tests.fuzz.random_models import ModelSpec, RandomModel, batch_of, model_specs
+from tests.fuzz.random_models import ModelSpec, RandomModel, batch_of, loss_of, model_specs
 
 SAMPLES, SEQUENCE, STEPS = 4, 8, 2
 LAYOUTS = {layout.name: layout for layout in (FREE, MEGATRON, MEGATRON_SP)}
@@ -56,9 +58,11 @@ def plan_specs() -> st.SearchStrategy[PlanSpec]:
 
 def subject_of(spec: ModelSpec) -> Subject:
     dtype = torch.float64
-    model = models.seeded(lambda: RandomModel(spec), meta=False)
+    model: nn.Module = models.seeded(lambda: RandomModel(spec), meta=False)
     data = [batch_of(spec, SAMPLES, SEQUENCE, step, dtype) for step in range(STEPS)]
     inputs = {name: value[:2] for name, value in data[0].items()}
+    if spec.output == "logits":
+        model = with_loss(model, lambda logits, batch: loss_of(spec, logits, batch["labels"]), inputs)
     return subject(model, dtype, models.layered(model, inputs, dtype), data)
 
 

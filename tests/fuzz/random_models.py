@@ -1,5 +1,6 @@
 """Small models that nobody would write by hand, drawn by hypothesis: mixtures of layers, residuals, shared and frozen
-parameters, odd widths and vocabularies, several inputs and outputs, buffers, and losses of several kinds."""
+parameters, odd widths and vocabularies, several inputs and outputs, buffers, a second list of layers that the first
+reads, a skip over all layers, and losses of several kinds, some of them given by the user."""
 
 from __future__ import annotations
 
@@ -64,7 +65,10 @@ class ModelSpec:
     buffers: str  # "none", "persistent", "table"
     unused: bool  # a parameter that the loss never reaches
     loss: str
-    output: str  # "loss", "tuple", "dict"
+    output: str  # "loss", "tuple", "dict", "logits" (the loss is the user's callable)
+    encoder: int  # layers of a list of their own, over a third input, whose result all others attend to
+    skip: bool  # what the first layer gives is added to what the last one gives
+    dropout: bool  # modules of dropout 0
 
     @property
     def d(self) -> int:
@@ -100,7 +104,10 @@ def model_specs() -> st.SearchStrategy[ModelSpec]:
         buffers=st.sampled_from(("none", "persistent", "table")),
         unused=st.sampled_from((False, False, True)),
         loss=st.sampled_from(LOSSES),
-        output=st.sampled_from(("loss", "tuple", "dict")),
+        output=st.sampled_from(("loss", "tuple", "dict", "logits")),
+        encoder=st.sampled_from((0, 0, 0, 1, 2)),
+        skip=st.sampled_from((False, False, True)),
+        dropout=st.booleans(),
     )
 
 
@@ -218,15 +225,34 @@ _KINDS: dict[str, Any] = {
 }
 
 
+class Cross(nn.Module):
+    """Attention to what the encoder gives."""
+
+    def __init__(self, model: ModelSpec) -> None:
+        super().__init__()
+        self.heads, self.head = model.heads, model.head
+        self.q, self.k, self.v, self.out = (nn.Linear(model.d, model.d) for _ in range(4))
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        b, s, d = x.shape
+        parts = (self.q(x), self.k(memory), self.v(memory))
+        q, k, v = (p.view(b, -1, self.heads, self.head).transpose(1, 2) for p in parts)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, s, d))
+
+
 class Layer(nn.Module):
-    def __init__(self, spec: LayerSpec, model: ModelSpec, norm: nn.Module | None) -> None:
+    def __init__(self, spec: LayerSpec, model: ModelSpec, norm: nn.Module | None, cross: bool = False) -> None:
         super().__init__()
         self.norm = make_norm(spec.norm, model.d) if norm is None else norm
         self.inner = _KINDS[spec.kind](spec, model)
+        self.cross = Cross(model) if cross else None
+        self.dropout = nn.Dropout(0.0) if model.dropout else nn.Identity()
         self.residual = spec.residual
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.inner(self.norm(x))
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        if self.cross is not None:
+            x = x + self.cross(x, memory)
+        h = self.dropout(self.inner(self.norm(x)))
         if self.residual == "none":
             return h
         return x + h if self.residual == "add" else 0.7 * x + 0.5 * h
@@ -253,7 +279,11 @@ class RandomModel(nn.Module):
             self.register_buffer("table", torch.sin(torch.arange(LONGEST * d).view(LONGEST, d) / 3), persistent=False)
         norm = make_norm("layer", d) if spec.shared_norm and not spec.shared_layers else None
         again = range(1 if spec.shared_layers else spec.repeats)
-        self.layers = nn.ModuleList(Layer(layer, spec, norm) for _ in again for layer in spec.layers)
+        cross = spec.encoder > 0
+        self.layers = nn.ModuleList(Layer(layer, spec, norm, cross) for _ in again for layer in spec.layers)
+        if cross:
+            self.source = nn.Embedding(7, d)
+            self.encoder = nn.ModuleList(Layer(spec.layers[0], spec, None) for _ in range(spec.encoder))
         self.norm = norm or nn.LayerNorm(d)
         self.head = nn.Linear(d, 1 if spec.loss == "bce" else spec.vocabulary)
         if spec.tied and not spec.features and spec.loss != "bce":
@@ -274,46 +304,60 @@ class RandomModel(nn.Module):
 
     def forward(
         self,
-        labels: Tensor,
+        labels: Tensor | None = None,
         input_ids: Tensor | None = None,
         features: Tensor | None = None,
         token_types: Tensor | None = None,
         sample_scale: Tensor | None = None,
+        source_ids: Tensor | None = None,
     ) -> Any:
         if (input_ids is None) == (features is None):
             raise ValueError("exactly one of input_ids and features")
-        x = self.embed(input_ids if features is None else features)
+        x = self._first_state(self.embed(input_ids if features is None else features), token_types, sample_scale)
+        memory = None if source_ids is None else self._encode(source_ids)
+        first = None
+        for _ in range(self.spec.repeats if self.spec.shared_layers else 1):
+            for layer in self.layers:
+                x = layer(x, memory)
+                first = x if first is None else first
+        logits = self.head(self.norm(x + first if self.spec.skip else x))
+        if self.spec.output == "logits":
+            return logits
+        loss = loss_of(self.spec, logits, labels)
+        if self.spec.output == "dict":
+            return {"logits": logits, "loss": loss}
+        return (loss, logits) if self.spec.output == "tuple" else loss
+
+    def _first_state(self, x: Tensor, token_types: Tensor | None, sample_scale: Tensor | None) -> Tensor:
         if token_types is not None:
             x = x + self.types(token_types)
         if sample_scale is not None:
             x = x * sample_scale[:, None, None]
         if self.spec.buffers == "persistent":
             x = x * self.scale
-        if self.spec.buffers == "table":
-            x = x + self.table[: x.shape[1]]
-        for _ in range(self.spec.repeats if self.spec.shared_layers else 1):
-            for layer in self.layers:
-                x = layer(x)
-        logits = self.head(self.norm(x))
-        loss = self._loss(logits, labels)
-        if self.spec.output == "dict":
-            return {"logits": logits, "loss": loss}
-        return (loss, logits) if self.spec.output == "tuple" else loss
+        return x + self.table[: x.shape[1]] if self.spec.buffers == "table" else x
 
-    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        kind = self.spec.loss
-        if kind == "bce":
-            return F.binary_cross_entropy_with_logits(logits.squeeze(-1), (labels > 0).to(logits.dtype))
-        if kind == "pooled":
-            return F.cross_entropy(logits.mean(1), labels[:, 0].clamp(min=0))
-        valid = (labels != -100).to(logits.dtype)
-        if kind == "mse":
-            return F.mse_loss(logits, F.one_hot(labels.clamp(min=0), logits.shape[-1]).to(logits.dtype))
-        if kind == "masked-mean":
-            return (logits.logsumexp(-1) * valid).sum() / valid.sum().clamp(min=1)
-        smoothing = 0.1 if kind == "smoothed" else 0.0
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=smoothing)
-        return loss + 0.01 * logits.pow(2).mean() if kind == "two" else loss
+    def _encode(self, source_ids: Tensor) -> Tensor:
+        memory = self.source(source_ids)
+        for layer in self.encoder:
+            memory = layer(memory)
+        return memory
+
+
+def loss_of(spec: ModelSpec, logits: Tensor, labels: Tensor) -> Tensor:
+    kind = spec.loss
+    if kind == "bce":
+        return F.binary_cross_entropy_with_logits(logits.squeeze(-1), (labels > 0).to(logits.dtype))
+    if kind == "pooled":
+        return F.cross_entropy(logits.mean(1), labels[:, 0].clamp(min=0))
+    valid = (labels != -100).to(logits.dtype)
+    if kind == "mse":
+        return F.mse_loss(logits, F.one_hot(labels.clamp(min=0), logits.shape[-1]).to(logits.dtype))
+    if kind == "masked-mean":
+        return (logits.logsumexp(-1) * valid).sum() / valid.sum().clamp(min=1)
+    smoothing = 0.1 if kind == "smoothed" else 0.0
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=smoothing)
+    return loss + 0.01 * logits.pow(2).mean() if kind == "two" else loss
 
 
 def batch_of(spec: ModelSpec, samples: int, sequence: int, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -332,4 +376,6 @@ def batch_of(spec: ModelSpec, samples: int, sequence: int, seed: int, dtype: tor
         batch["token_types"] = torch.randint(3, (samples, sequence), generator=generator)
     if spec.side == "scale":
         batch["sample_scale"] = torch.rand(samples, generator=generator, dtype=dtype) + 0.5
+    if spec.encoder:
+        batch["source_ids"] = torch.randint(7, (samples, sequence), generator=generator)
     return batch
