@@ -72,7 +72,8 @@ def parallelize(
     """The fastest plan for training `model` on `gpus` GPUs within `memory` bytes each, and its program.
 
     model: a module with real or meta weights, or a function that builds one (built on meta).
-    inputs: example keyword inputs with labels, batch on dim 0; not needed for Hugging Face models.
+    inputs: example keyword inputs with labels, batch on dim 0; not needed for Hugging Face models. Floating ones
+    (images) are cast to the compute dtype, here and in training.
     loss: (outputs, batch) → scalar, where forward returns no loss. sequence: tokens; global_batch: samples.
     batch_norm="synchronise": its statistics are those of all replicas' samples, in one micro-batch; else refused.
     pins (pp, dp, tp, zero, micro_batch, schedule, recompute) fix a choice, forbid={"zero": [3]} bans some;

@@ -27,7 +27,7 @@ One node ({processes} processes):
     torchrun --nproc-per-node {processes} -- train.py --steps 100 --log train.jsonl
 
 {many_nodes}`train.py --help` lists the options: learning rate, clipping, data, initial weights, checkpoints.
-The folder needs nothing but PyTorch{needs}.
+The folder needs nothing but PyTorch{needs}. Floating inputs of a batch (images, say) are cast to the plan's precision.
 
 ## Files
 

@@ -16,6 +16,7 @@ from .mesh import current
 
 Shape = tuple[int, ...]
 Value = Callable[[str, torch.Size], Tensor]  # name, global shape → the whole tensor, on the CPU
+COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 STORAGE_DTYPE = {"bf16": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
 
 

@@ -18,7 +18,7 @@ from .mesh import init_mesh
 from .norm import kept_buffers, update_statistics
 from .opaque import LeftOut
 from .optimizer import Optimizer, Tied, clip_gradients, square_sum
-from .parameters import Shape, Value, materialise, parameter
+from .parameters import COMPUTE_DTYPE, Shape, Value, materialise, parameter
 from .pipeline import Batch, make_run
 from .random import seed_generators
 from .settings import Settings
@@ -79,9 +79,12 @@ class Trainer:
     def step(self, batch: Batch) -> StepResult:
         """Train on this replica's samples of one global batch: [global_batch / dp, ...] a tensor.
 
+        Floating inputs are cast to the compute dtype, as fully_shard's cast_forward_inputs would.
         Raises ValueError where the batch has other sizes than those planned.
         """
         self._check_sizes(batch)
+        dtype = COMPUTE_DTYPE[self.settings.precision]
+        batch = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
         self.optimizer.zero_grad()
         self._count(batch)
         loss = self._run(batch)

@@ -46,9 +46,9 @@ def trace(
     """Trace `model(**inputs)`, whose result is or begins with the loss, into a program of one block.
 
     `inputs` are example keyword inputs, batch on dim 0; integer inputs of two dims (ids, labels) fix
-    the sequence length. Values are never read: weights may be on meta. `dtype` is the compute dtype. With `fold`
-    the inner layers of deep lists are stand-ins (see `repeats`). batch_norm: "refuse", or "synchronise" to let forward
-    update running statistics.
+    the sequence length. Values are never read: weights may be on meta. `dtype` is the compute dtype, of floating
+    inputs too. With `fold` the inner layers of deep lists are stand-ins (see `repeats`). batch_norm: "refuse", or
+    "synchronise" to let forward update running statistics.
     Raises TraceError where the model branches on values or depends on ambient autocast.
     """
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
@@ -59,7 +59,7 @@ def trace(
     shadow = _meta_copy(model, dtype)
     if fold and not repeats.fold(shadow):
         raise repeats.NotRepeatedError("no list of equal layers")
-    example, dims = _example(inputs)
+    example, dims = _example(inputs, dtype)
     opaque = Opaque(model, shadow, dtype)
     exported = opaque.export(lambda: _export(shadow, example, dims))
     return opaque.complete(Importer(model, exported, example, dims, dtype, batch_norm).program())
@@ -79,8 +79,8 @@ def _meta_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return copy.deepcopy(model, memo).train()
 
 
-def _example(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[int, str]]]:
-    """Meta inputs and, for each, which dims are batch ("b") and sequence ("s")."""
+def _example(inputs: Mapping[str, Any], dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, dict[int, str]]]:
+    """Meta inputs, floating ones in the compute dtype, and, for each, which dims are batch ("b") and sequence ("s")."""
     tensors = {k: v for k, v in inputs.items() if isinstance(v, torch.Tensor)}
     if not tensors:
         raise TraceError("no example inputs: pass inputs={'input_ids': …, 'labels': …} (labels included)")
@@ -94,7 +94,7 @@ def _example(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[
         if tensor.dim() > 1 and tensor.shape[1] == sequence and sequence > 1:
             dims[name][1] = "s"
         shape = (batch, *tensor.shape[1:]) if tensor.dim() else ()
-        example[name] = torch.empty(shape, dtype=tensor.dtype, device="meta")
+        example[name] = torch.empty(shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype, device="meta")
     return example, dims
 
 

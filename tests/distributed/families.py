@@ -17,7 +17,8 @@ def family(name: str, dtype: torch.dtype) -> Subject:
     chosen = zoo.FAMILIES[name]
     model = models.seeded(chosen.build, meta=False)
     generator = torch.Generator().manual_seed(0)
-    data = [_floating(chosen.inputs(GLOBAL_BATCH, generator), dtype) for _ in range(STEPS)]
+    stored = torch.float32 if dtype is torch.bfloat16 else dtype
+    data = [_floating(chosen.inputs(GLOBAL_BATCH, generator), stored) for _ in range(STEPS)]
     inputs = {**{key: value[:2] for key, value in data[0].items()}, **chosen.arguments}
     if chosen.loss:
         model = with_loss(model, chosen.loss, data[0])
@@ -26,5 +27,5 @@ def family(name: str, dtype: torch.dtype) -> Subject:
 
 
 def _floating(batch: Batch, dtype: torch.dtype) -> Batch:
-    """The batch with its floating inputs as the model computes."""
+    """The batch with its floating inputs as the model is stored."""
     return {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
