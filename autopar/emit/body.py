@@ -11,7 +11,7 @@ from torch import fx
 
 from ..ir.graph import B, NodeInfo, S, info, node_inputs
 from ..ir.ops import is_collective
-from .comments import comment_of
+from .comments import comment_of, parallel
 from .expressions import expression
 from .folding import Folding, in_reading_order, is_constant
 from .idioms import rotate
@@ -33,6 +33,7 @@ class Body:
 
     parameter: the expression of a parameter or buffer placeholder. arguments: what each value that comes in
     is called; without any, `b`, `s` and `device` are arguments. breaks: ops after whose line comes a blank one.
+    called: what the values of some lines are called, whatever makes them.
     After `write`, `result_names` are the names returned and `imports` what the lines use of the runtime.
     """
 
@@ -43,6 +44,7 @@ class Body:
     arguments: Mapping[fx.Node, str]
     tp: int
     breaks: Collection[fx.Node] = ()
+    called: Mapping[fx.Node, str] = field(default_factory=dict)
     written: list[Line] = field(default_factory=list)
     result_names: list[str] = field(default_factory=list)
     imports: set[str] = field(default_factory=set)
@@ -119,7 +121,7 @@ class Body:
 
     def _statement(self, node: fx.Node) -> None:
         text = self._text(node)
-        name = line_name(self, node)
+        name = self.called.get(node) or line_name(self, node)
         line = f"{name} = {text.source}"
         if (len(line) > WIDTH or self._count(node) > _MOST_OPS) and (inner := self._longest_folded(node)):
             self.folded.split(inner)
@@ -128,7 +130,7 @@ class Body:
             return
         self.names[node] = name
         self.imports |= text.imports
-        comment = comment_of(node, self.head(node), self.tp)
+        comment = comment_of(node, self._product(node), self.tp)
         minor = not is_collective(node.target) and "Partial" not in comment
         self.written.append(Line(line, name, comment, minor, ends=node in self.breaks))
 
@@ -180,6 +182,12 @@ class Body:
         while (is_postfix(node) or is_bias_add(node)) and node_inputs(node)[0] in self.folded:
             node = node_inputs(node)[0]
         return node
+
+    def _product(self, node: fx.Node) -> fx.Node:
+        """The product with a sharded parameter that a line computes, also inside another op; else what it is about."""
+        head = self.head(node)
+        inside = [] if parallel(head) else [self._product(n) for n in node_inputs(head) if n in self.folded]
+        return next((product for product in inside if parallel(product)), head)
 
     def reads(self, node: fx.Node) -> list[fx.Node]:
         """The named values that a line reads, through folded ops."""

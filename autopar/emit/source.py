@@ -49,17 +49,14 @@ def _count_function(e: Emission) -> list[str]:
     block = e.program.blocks[COUNT]
     inputs = [info(n).ref for n in block.placeholders(Role.INPUT)]
     names = {n: argument_name(info(n).ref) for n in block.placeholders(Role.INPUT)}
-    body = e.body(block, names)
-    arguments = ", ".join(inputs)
-    renamed = [f"    {argument_name(name)} = {name}" for name in inputs if argument_name(name) != name]
+    counts = {n: f"count_{i}" if i > 1 else "count" for i, n in enumerate(block.results, 1)}
+    body = e.body(block, names, called=counts)
+    given, own = ", ".join(inputs), ", ".join(names.values())
     several = len(body.results) > 1
     doc = (
         "These samples' share of _count, _count_2, …" if several else "The number of terms in the loss of these samples"
     )
-    lines = [
-        f"def count_targets({arguments}):",
-        f'    """{doc}."""',
-        *renamed,
-        *(f"    {line}" for line in body.returned()),
-    ]
-    return ["\n".join(lines)]
+    lines = [f"def count_targets({given}):", f'    """{doc}."""']
+    if given != own:  # an input called `F` would hide the module of that name
+        lines += [f"    return _counted({given})", "", "", f"def _counted({own}):"]
+    return ["\n".join([*lines, *(f"    {line}" for line in body.returned())])]

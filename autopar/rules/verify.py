@@ -77,8 +77,12 @@ def _check_node(block: Block, node: fx.Node, axis: Axis, converted: bool) -> Non
     if facts.role is Role.CONVERT:
         _check_conversion(block, node, operands[0], axis)
         return
-    if axis.size > 1 and facts.strategy not in strategies(node, rule_of(node), axis):
-        raise error(block, node, f"{facts.strategy} is no strategy of its rule on {axis.name}={axis.size}")
+    legal = strategies(node, rule_of(node), axis) if axis.size > 1 else [facts.strategy]
+    if facts.strategy not in legal:
+        shown = "; ".join(map(str, legal))
+        raise error(
+            block, node, f"{facts.strategy} is no strategy of its rule on {axis.name}={axis.size}: use one of {shown}"
+        )
     if converted and operands != facts.strategy.inputs:
         given = ", ".join(map(str, operands))
         raise error(block, node, f"wants ({facts.strategy}) but reads ({given}): a conversion is missing")

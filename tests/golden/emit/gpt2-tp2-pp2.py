@@ -101,7 +101,7 @@ class GPT2Block(nn.Module):
 
         h = F.layer_norm(x, (32,), local(self.ln_2.weight), local(self.ln_2.bias), eps=1e-05)
         h = copy_to(h, axis="tp")  # forward: nothing; backward: all-reduce
-        h = h @ local(self.mlp.c_fc.weight) + local(self.mlp.c_fc.bias)
+        h = h @ local(self.mlp.c_fc.weight) + local(self.mlp.c_fc.bias)  # column-parallel
         h_2 = ((h + h.pow(3.0) * 0.044715) * 0.7978845608028654).tanh() + 1.0
         h = h * 0.5 * h_2
         mlp = h @ local(self.mlp.c_proj.weight)  # row-parallel → Partial

@@ -96,7 +96,7 @@ class T5Block(nn.Module):
     def _mlp(self, x):  # x: Replicate@tp [b, s, 32]
         h = local(self.layer[1].layer_norm.weight) * F.rms_norm(x, (32,), eps=1e-06)
         h = copy_to(h, axis="tp")  # forward: nothing; backward: all-reduce
-        h = F.relu(F.linear(h, local(self.layer[1].DenseReluDense.wi.weight)))
+        h = F.relu(F.linear(h, local(self.layer[1].DenseReluDense.wi.weight)))  # column-parallel
         mlp = F.linear(h, local(self.layer[1].DenseReluDense.wo.weight))  # row-parallel → Partial
         mlp = all_reduce(mlp, axis="tp")  # Partial → Replicate; backward: nothing
         return x + mlp
@@ -147,7 +147,7 @@ class T5Block2(nn.Module):
 
         h = local(self.layer[1].layer_norm.weight) * F.rms_norm(x, (32,), eps=1e-06)
         h = copy_to(h, axis="tp")  # forward: nothing; backward: all-reduce
-        h = F.relu(F.linear(h, local(self.layer[1].DenseReluDense.wi.weight)))
+        h = F.relu(F.linear(h, local(self.layer[1].DenseReluDense.wi.weight)))  # column-parallel
         mlp = F.linear(h, local(self.layer[1].DenseReluDense.wo.weight))  # row-parallel → Partial
         mlp = all_reduce(mlp, axis="tp")  # Partial → Replicate; backward: nothing
         return x + mlp
@@ -254,7 +254,7 @@ class T5Block3(nn.Module):
     def _mlp(self, x):  # x: Replicate@tp [b, s, 32]
         h = local(self.layer[2].layer_norm.weight) * F.rms_norm(x, (32,), eps=1e-06)
         h = copy_to(h, axis="tp")  # forward: nothing; backward: all-reduce
-        h = F.relu(F.linear(h, local(self.layer[2].DenseReluDense.wi.weight)))
+        h = F.relu(F.linear(h, local(self.layer[2].DenseReluDense.wi.weight)))  # column-parallel
         mlp = F.linear(h, local(self.layer[2].DenseReluDense.wo.weight))  # row-parallel → Partial
         mlp = all_reduce(mlp, axis="tp")  # Partial → Replicate; backward: nothing
         return x + mlp
@@ -345,7 +345,7 @@ class T5Block4(nn.Module):
     def _mlp(self, x):  # x: Replicate@tp [b, s, 32]
         h = local(self.layer[2].layer_norm.weight) * F.rms_norm(x, (32,), eps=1e-06)
         h = copy_to(h, axis="tp")  # forward: nothing; backward: all-reduce
-        h = F.relu(F.linear(h, local(self.layer[2].DenseReluDense.wi.weight)))
+        h = F.relu(F.linear(h, local(self.layer[2].DenseReluDense.wi.weight)))  # column-parallel
         mlp = F.linear(h, local(self.layer[2].DenseReluDense.wo.weight))  # row-parallel → Partial
         mlp = all_reduce(mlp, axis="tp")  # Partial → Replicate; backward: nothing
         return x + mlp

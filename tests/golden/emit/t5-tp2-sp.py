@@ -101,7 +101,7 @@ class T5Block(nn.Module):
     def _mlp(self, x):  # x: Shard(1)@tp [b, s/2, 32]
         h = summed(self.layer[1].layer_norm.weight) * F.rms_norm(x, (32,), eps=1e-06)
         h = all_gather(h, dim=1, axis="tp")  # Shard(1) → Replicate; backward: reduce-scatter
-        h = F.relu(F.linear(h, local(self.layer[1].DenseReluDense.wi.weight)))
+        h = F.relu(F.linear(h, local(self.layer[1].DenseReluDense.wi.weight)))  # column-parallel
         mlp = F.linear(h, local(self.layer[1].DenseReluDense.wo.weight))  # row-parallel → Partial
         mlp = reduce_scatter(mlp, dim=1, axis="tp")  # Partial → Shard(1); backward: all-gather
         return x + mlp
@@ -152,7 +152,7 @@ class T5Block2(nn.Module):
 
         h = summed(self.layer[1].layer_norm.weight) * F.rms_norm(x, (32,), eps=1e-06)
         h = all_gather(h, dim=1, axis="tp")  # Shard(1) → Replicate; backward: reduce-scatter
-        h = F.relu(F.linear(h, local(self.layer[1].DenseReluDense.wi.weight)))
+        h = F.relu(F.linear(h, local(self.layer[1].DenseReluDense.wi.weight)))  # column-parallel
         mlp = F.linear(h, local(self.layer[1].DenseReluDense.wo.weight))  # row-parallel → Partial
         mlp = reduce_scatter(mlp, dim=1, axis="tp")  # Partial → Shard(1); backward: all-gather
         return x + mlp
@@ -265,7 +265,7 @@ class T5Block3(nn.Module):
     def _mlp(self, x):  # x: Shard(1)@tp [b, s/2, 32]
         h = summed(self.layer[2].layer_norm.weight) * F.rms_norm(x, (32,), eps=1e-06)
         h = all_gather(h, dim=1, axis="tp")  # Shard(1) → Replicate; backward: reduce-scatter
-        h = F.relu(F.linear(h, local(self.layer[2].DenseReluDense.wi.weight)))
+        h = F.relu(F.linear(h, local(self.layer[2].DenseReluDense.wi.weight)))  # column-parallel
         mlp = F.linear(h, local(self.layer[2].DenseReluDense.wo.weight))  # row-parallel → Partial
         mlp = reduce_scatter(mlp, dim=1, axis="tp")  # Partial → Shard(1); backward: all-gather
         return x + mlp
@@ -357,7 +357,7 @@ class T5Block4(nn.Module):
     def _mlp(self, x):  # x: Shard(1)@tp [b, s/2, 32]
         h = summed(self.layer[2].layer_norm.weight) * F.rms_norm(x, (32,), eps=1e-06)
         h = all_gather(h, dim=1, axis="tp")  # Shard(1) → Replicate; backward: reduce-scatter
-        h = F.relu(F.linear(h, local(self.layer[2].DenseReluDense.wi.weight)))
+        h = F.relu(F.linear(h, local(self.layer[2].DenseReluDense.wi.weight)))  # column-parallel
         mlp = F.linear(h, local(self.layer[2].DenseReluDense.wo.weight))  # row-parallel → Partial
         mlp = reduce_scatter(mlp, dim=1, axis="tp")  # Partial → Shard(1); backward: all-gather
         return x + mlp
