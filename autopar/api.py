@@ -27,6 +27,7 @@ from .emit.project import save_project, save_tensors
 from .emit.source import model_source
 from .errors import InfeasibleError, PlanError
 from .ir.graph import B, Program, S
+from .ir.unread import unread_note
 from .parity import Parity
 from .placement import Strategy
 from .plan import Plan, Solution
@@ -129,7 +130,8 @@ class Parallelized:
         tied = set(self.program.tied)
         sizes = (sympy.Mul(*t.shape) for name, t in self.program.parameters.items() if name not in tied)
         table = plan_table(self.result, self.job.name, int(sum(sizes)))
-        notes = [f"opaque: {note}" for note in self._opaque] + [f"default: {note}" for note in self.job.notes]
+        notes = [f"opaque: {note}" for note in self._opaque] + unread_note(self.program)
+        notes += [f"default: {note}" for note in self.job.notes]
         return table + "".join(f"\n {note}" for note in notes)
 
     @cached_property

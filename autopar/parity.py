@@ -153,7 +153,7 @@ def train_original(
     constants: Mapping[str, Any],
     optimizer: torch.optim.Optimizer,
 ) -> dict[str, Any]:
-    """A step for each batch, without dropout: all losses and norms, the first gradients, the weights at the end."""
+    """A step for each batch, without dropout: losses, norms, the first gradients; weights, persistent buffers at the end."""
     result: dict[str, Any] = {"losses": [], "norms": []}
     for batch in batches:
         optimizer.zero_grad()
@@ -166,7 +166,9 @@ def train_original(
         result["norms"].append(float(torch.stack([g.square().sum() for g in gradients.values()]).sum().sqrt()))
         result.setdefault("gradients", gradients)
         optimizer.step()
-    result["weights"] = {n: p.detach().clone() for n, p in model.named_parameters()}
+    saved = model.state_dict()
+    buffers = {n: b.clone() for n, b in model.named_buffers(remove_duplicate=False) if n in saved}
+    result["weights"] = {n: p.detach().clone() for n, p in model.named_parameters()} | buffers
     return result
 
 

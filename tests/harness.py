@@ -258,7 +258,7 @@ class Reference:
     """What the original model does in training on one process, by original parameter name.
 
     `gradients[k]` are those of step k before clipping, `norms[k]` their total norm; `weights` those after the
-    last step, with the buffers that training changed.
+    last step, with the persistent buffers.
     """
 
     losses: list[float]
@@ -284,7 +284,6 @@ def reference_run(
     model = copy.deepcopy(model).to(dtype=dtype) if dtype is not None else copy.deepcopy(model)
     optimizer = optimizer_factory(model.parameters())
     losses, gradients, norms = [], [], []
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     in_double = any(parameter.dtype is torch.float64 for parameter in model.parameters())
     with written_experts(model), raise_float32() if in_double else nullcontext():
         for batch in batches:
@@ -299,7 +298,8 @@ def reference_run(
             norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), limit).item())
             optimizer.step()
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    weights |= {name: b.clone() for name, b in model.named_buffers() if not torch.equal(b, buffers[name])}
+    saved = model.state_dict()
+    weights |= {name: b.clone() for name, b in model.named_buffers(remove_duplicate=False) if name in saved}
     return Reference(losses, gradients, norms, weights)
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import fx
 
 from ..ir.custom import OPAQUE
-from ..ir.graph import COUNT, PROLOGUE, Call, Role, info, node_inputs
+from ..ir.graph import COUNT, PROLOGUE, Call, Role, TensorInfo, info, node_inputs
+from ..ir.unread import unread_buffers, unread_parameters
 from .emission import Emission, dict_text, tuple_text
 from .layer_runs import lists
 from .text import size_text
@@ -49,7 +50,10 @@ def constants(e: Emission, paths: bool) -> str:
         lines.append(f"RECOMPUTE = {shown}  # layers whose activations backward computes again")
     lines += _fused_constants(e)
     if unused := _unused(e):
-        lines += ["# Parameters that the loss never reads, kept to be saved: (name, shape)", "UNUSED = ("]
+        lines += [
+            "# What the loss never reads, kept to be saved: (name, shape), of a buffer also its dtype",
+            "UNUSED = (",
+        ]
         lines += [*(f"{_INDENT}{row}," for row in unused), ")"]
     if e.plan.optimizer.groups:
         lines += ["# (parameter names, options over the optimizer's)", "PARAMETER_GROUPS = ("]
@@ -113,11 +117,16 @@ def _groups(e: Emission) -> list[tuple[list[str], Mapping[str, Any]]]:
 
 
 def _unused(e: Emission) -> list[str]:
-    """Rows of UNUSED: each tensor by its first name."""
-    used = e.used(e.program.calls)
-    reached = used | {e.program.tied.get(name, name) for name in used} | set(e.program.tied)
-    rows = [(n, t) for n, t in e.program.parameters.items() if n not in reached]
-    return [f'("{n}", {tuple_text([size_text(size) for size in t.shape], quote=False)})' for n, t in rows]
+    """Rows of UNUSED."""
+
+    def row(name: str, tensor: TensorInfo, *dtype: torch.dtype) -> str:
+        shape = tuple_text([size_text(size) for size in tensor.shape], quote=False)
+        return f'("{name}", {", ".join([shape, *map(str, dtype)])})'
+
+    program = e.program
+    buffers = [(name, program.persistent[name]) for name in unread_buffers(program)]
+    rows = [row(name, program.parameters[name]) for name in unread_parameters(program)]
+    return rows + [row(name, tensor, tensor.dtype) for name, tensor in buffers]
 
 
 def _fused_constants(e: Emission) -> list[str]:

@@ -106,7 +106,8 @@ class Emission:
             return f'statistics(self, "{path}", {facts.shape[0]}, {facts.dtype})' if name == "running_mean" else ""
         if facts.role is Role.BUFFER:
             self.imports.add("parameters.buffer")
-            return f'buffer(self, "{facts.ref}", {shape}, {facts.dtype})'
+            kept = ", persistent=True" * self._is_among(node, self.program.persistent)
+            return f'buffer(self, "{facts.ref}", {shape}, {facts.dtype}{kept})'
         shard = f", shard={facts.placement.dim}" if facts.placement.is_shard else ""
         frozen = "" if facts.requires_grad else ", frozen=True"
         other = self._tied_before(node)
@@ -120,8 +121,11 @@ class Emission:
 
     def is_statistic(self, node: fx.Node) -> bool:
         """Whether a buffer is a running mean or variance, which training changes."""
+        return self._is_among(node, self.program.mutated)
+
+    def _is_among(self, node: fx.Node, names: Collection[str]) -> bool:
         calls = [c for c in self.program.calls if node in self.program.blocks[c.block].placeholders()]
-        return any(call.full_name(info(node).ref) in self.program.mutated for call in calls)
+        return any(call.full_name(info(node).ref) in names for call in calls)
 
     def access(self, node: fx.Node) -> str:
         facts = info(node)

@@ -32,10 +32,10 @@ def save(
     optimizer: Optimizer,
     names: Names,
     step: int,
-    statistics: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
 ) -> None:
     """Every rank calls; each writes its own parts."""
-    model = {names.original(n): p.detach() for n, p in parameters.items() if n not in names.parts} | {**statistics}
+    model = {names.original(n): p.detach() for n, p in parameters.items() if n not in names.parts} | {**buffers}
     model |= names.join({n: full(p) for n, p in parameters.items() if n in names.parts})
     states = {f"{names.original(n)}.{key}": value for n in parameters for key, value in optimizer.states(n).items()}
     write_checkpoint({"model": model, "optimizer": states, "step": torch.tensor(step)}, checkpoint_id=folder)
@@ -65,9 +65,9 @@ def resumed_values(folder: Path, names: Names, program: Path) -> Value:
 
 
 def load(
-    folder: Path, parameters: Parameters, optimizer: Optimizer, names: Names, statistics: Mapping[str, Tensor]
+    folder: Path, parameters: Parameters, optimizer: Optimizer, names: Names, buffers: Mapping[str, Tensor]
 ) -> int:
-    """Fill parameters, optimizer state and statistics in place from a checkpoint of any plan; returns its step.
+    """Fill parameters, optimizer state and buffers in place from a checkpoint of any plan; returns its step.
 
     Every rank calls; each reads its own parts. Optimizer state that is not there starts anew.
     """
@@ -76,7 +76,7 @@ def load(
         names.original(n): n for n in reversed(list(parameters))
     }  # of tied copies the first is read
     model = {original: parameters[n].detach() for original, n in kept.items() if n not in names.parts}
-    model |= statistics
+    model |= buffers
     states = {n: _empty_states(f"optimizer.{original}.", parameters[n], keys) for original, n in kept.items()}
     flat = {f"{names.original(n)}.{key}": value for n, own in states.items() for key, value in own.items()}
     step = torch.tensor(0)

@@ -56,7 +56,7 @@ def update_statistics(model: nn.Module) -> None:
 
 
 def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that training changes, by name."""
+    """The persistent buffers, which are saved, by name."""
     kept = model.state_dict().keys()
     return {name: buffer for name, buffer in model.named_buffers() if name in kept}
 

@@ -39,10 +39,10 @@ def parameter(module: nn.Module, name: str, shape: Shape, shard: int | None = No
     owner.register_parameter(leaf, nn.Parameter(value, not frozen))
 
 
-def buffer(module: nn.Module, name: str, shape: Shape, dtype: torch.dtype) -> None:
-    """Declare a non-persistent buffer, whole on every rank and in its own dtype whatever the precision."""
+def buffer(module: nn.Module, name: str, shape: Shape, dtype: torch.dtype, persistent: bool = False) -> None:
+    """Declare a buffer, whole on every rank and in its own dtype whatever the precision; saved if `persistent`."""
     owner, leaf = owner_of(module, name)
-    owner.register_buffer(leaf, torch.empty(shape, dtype=dtype, device="meta"), persistent=False)
+    owner.register_buffer(leaf, torch.empty(shape, dtype=dtype, device="meta"), persistent=persistent)
 
 
 def tie(module: nn.Module, name: str, other: str, shape: Shape, shard: int | None = None, frozen: bool = False) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from .mesh import init_mesh
 from .norm import kept_buffers, update_statistics
 from .opaque import LeftOut
 from .optimizer import Optimizer, Tied, clip_gradients, square_sum
-from .parameters import COMPUTE_DTYPE, Shape, Value, materialise, parameter
+from .parameters import COMPUTE_DTYPE, Value, buffer, materialise, parameter
 from .pipeline import Batch, make_run
 from .random import seed_generators
 from .settings import Settings
@@ -63,8 +64,9 @@ class Trainer:
         values = checkpoint.resumed_values(saved, self.names, folder) if saved else read_weights(weights, folder, seed)
         value = self.names.value(values)
         self.data_parallel = distribute(self.model, program.LAYERS, value, self.mesh)
-        self.parameters = dict(self.model.named_parameters()) | self._unused(getattr(program, "UNUSED", ()), value)
-        self.statistics = kept_buffers(self.model)
+        unused = self._unused(getattr(program, "UNUSED", ()), value)
+        self.parameters = {**dict(self.model.named_parameters()), **dict(unused.named_parameters())}
+        self.buffers = kept_buffers(self.model) | kept_buffers(unused)
         self.tied = Tied(program.TIED, self.parameters, self.mesh)
         optional = getattr(program, "OPTIONAL", ())
         self.left_out = LeftOut(optional, self.names.original, self.model, self.parameters)
@@ -74,7 +76,7 @@ class Trainer:
         self._run = make_run(self.model, self.data_parallel, self.mesh)
         self._count_targets = getattr(program, "count_targets", None)
         if saved:
-            self.steps = checkpoint.load(saved, self.parameters, self.optimizer, self.names, self.statistics)
+            self.steps = checkpoint.load(saved, self.parameters, self.optimizer, self.names, self.buffers)
 
     def step(self, batch: Batch) -> StepResult:
         """Train on this replica's samples of one global batch: [global_batch / dp, ...] a tensor.
@@ -107,26 +109,29 @@ class Trainer:
         return self._whole({name: p.grad for name, p in self.parameters.items() if p.grad is not None})
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The whole parameters of this stage, and statistics that training changes, by original name.
+        """The whole parameters and persistent buffers of this stage, by original name.
 
         Every rank of the stage calls.
         """
-        return self._whole({**self.parameters, **self.statistics})
+        return self._whole({**self.parameters, **self.buffers})
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint that any plan can resume; every rank calls."""
-        checkpoint.save(folder, self.parameters, self.optimizer, self.names, self.steps, self.statistics)
+        checkpoint.save(folder, self.parameters, self.optimizer, self.names, self.steps, self.buffers)
 
     def _whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return self.names.join({self.names.original(name): checkpoint.full(t) for name, t in tensors.items()})
 
-    def _unused(self, shapes: Sequence[tuple[str, Shape]], value: Value) -> dict[str, nn.Parameter]:
-        """Parameters of the original model that the loss never reads: the first stage keeps them, to be saved."""
+    def _unused(self, rows: Sequence[tuple[Any, ...]], value: Value) -> nn.Module:
+        """Parameters and buffers that the loss never reads: the first stage keeps them, to be saved."""
         kept = nn.Module()
-        for name, shape in shapes if self.mesh.rank("pp") == 0 else ():
-            parameter(kept, name, shape, frozen=True)
+        for name, shape, *dtype in rows if self.mesh.rank("pp") == 0 else ():
+            if dtype:
+                buffer(kept, name, shape, *dtype, persistent=True)
+            else:
+                parameter(kept, name, shape, frozen=True)
         materialise(kept, "", value)
-        return dict(kept.named_parameters())
+        return kept
 
     def _check_sizes(self, batch: Batch) -> None:
         planned = self.settings
