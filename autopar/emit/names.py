@@ -22,6 +22,7 @@ _OF_MODEL = (
     "_count", "_first", "_last", "_start", "_stop", "_prologue", "_epilogue", "_tables", "_between",
     "_range", "between_stages",
 )  # fmt: skip
+_OF_FORWARD = ("self", "range", "checkpoint", "max", "min", "PATHS")  # what Model.forward calls; it keeps input names
 _OF_RECOMPUTED_LAYER = ("_recompute", "_layer")
 _INSTEAD = {"embedding": "embedded", "attention": "attn", "cross_entropy": "loss"}
 
@@ -51,9 +52,13 @@ def loop_name(name: str, program: Program) -> str:
 
 def check_attributes(program: Program) -> None:
     """PlanError where the emitted classes would lose an attribute of the model to one of their own."""
+    reserved = (*_OF_MODEL, *{f"_{call.block}": 0 for call in program.layer_calls if program.is_between(call.block)})
     for name in (*program.parameters, *program.buffers):
-        if name.partition(".")[0] in _OF_MODEL:
-            raise _clash(program, name, _OF_MODEL)
+        if name.partition(".")[0] in reserved:
+            raise _clash(program, name, reserved)
+    for name in program.inputs:
+        if name in _OF_FORWARD:
+            raise _clash(program, f"the input {name}", _OF_FORWARD)
     for layer in program.recompute:
         call = program.layer_calls[layer]
         for node in program.blocks[call.block].placeholders(Role.PARAMETER, Role.BUFFER):
