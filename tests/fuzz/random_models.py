@@ -315,13 +315,13 @@ class RandomModel(nn.Module):
             raise ValueError("exactly one of input_ids and features")
         x = self._first_state(self.embed(input_ids if features is None else features), token_types, sample_scale)
         memory = None if source_ids is None else self._encode(source_ids)
-        first = None
+        states = []
         for _ in range(self.spec.repeats if self.spec.shared_layers else 1):
             for layer in self.layers:
                 x = layer(x, memory)
-                first = x if first is None else first
-        logits = self.head(self.norm(x + first if self.spec.skip else x))
-        if self.spec.output == "logits":
+                states.append(x)
+        logits = self.head(self.norm(x + states[0] if self.spec.skip else x))
+        if self.spec.output == "logits" or labels is None:
             return logits
         loss = loss_of(self.spec, logits, labels)
         if self.spec.output == "dict":
