@@ -153,7 +153,7 @@ def train_original(
     constants: Mapping[str, Any],
     optimizer: torch.optim.Optimizer,
 ) -> dict[str, Any]:
-    """A step for each batch, without dropout: losses, norms, the first gradients; weights, persistent buffers at the end."""
+    """A step for each batch, without dropout: losses, norms, first gradients; weights persistent buffers."""
     result: dict[str, Any] = {"losses": [], "norms": []}
     for batch in batches:
         optimizer.zero_grad()

@@ -71,6 +71,8 @@ class BlockPrice:
     input_bytes: float
     working_bytes: float
     output_bytes: float
+    buffer_bytes: int = 0
+    data: tuple[tuple[str, float], ...] = ()  # (collective, bytes) over dp within forward and backward
 
     @property
     def work_s(self) -> float:
@@ -224,7 +226,7 @@ def _evaluator(layer: LayerCosts) -> Callable[[int, int], list[float]]:
     expressions: list[sympy.Expr] = []
     for op in layer.ops:
         expressions += [op.forward_flops, op.forward_bytes, op.backward_flops, op.backward_bytes]
-    expressions += [transfer.size_bytes for transfer in layer.transfers]
+    expressions += [transfer.size_bytes for transfer in (*layer.transfers, *layer.data_transfers)]
     expressions += [layer.saved_bytes, layer.input_bytes, layer.working_bytes, layer.output_bytes]
     expressions = [sympy.sympify(expression) for expression in expressions]
     unique = list(dict.fromkeys(expressions))
@@ -252,6 +254,7 @@ def _price(layer: LayerCosts, values: list[float], hardware: Hardware, precision
     comm = dict.fromkeys(("forward", "backward", "sync"), 0.0)
     for transfer, size_bytes in zip(layer.transfers, values[at:], strict=False):
         comm[transfer.phase] += collective_time_s(transfer.collective, size_bytes, tp, hardware)
+    over_dp = zip(layer.data_transfers, values[at + len(layer.transfers) :], strict=False)
     saved, inputs, working, output = values[-4:]
     return BlockPrice(
         name=layer.name,
@@ -264,6 +267,8 @@ def _price(layer: LayerCosts, values: list[float], hardware: Hardware, precision
         input_bytes=inputs,
         working_bytes=working,
         output_bytes=output,
+        buffer_bytes=layer.buffer_bytes,
+        data=tuple((transfer.collective, size_bytes) for transfer, size_bytes in over_dp),
     )
 
 

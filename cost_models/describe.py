@@ -7,7 +7,7 @@ what its GPU kernel saves for backward (not what a CPU or meta trace saves: othe
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import sympy
@@ -19,6 +19,7 @@ from autopar.ir.custom import EXPERTS
 from autopar.ir.graph import (
     EPILOGUE,
     PROLOGUE,
+    TABLES,
     B,
     Block,
     NodeInfo,
@@ -28,11 +29,13 @@ from autopar.ir.graph import (
     Shape,
     arguments,
     info,
+    is_count,
     node_inputs,
 )
 from autopar.placement import GRAD_PARTIAL, REPLICATE, Kind, Placement, Strategy, conversion
 from autopar.plan import Solution
 from autopar.rules import Axis, Rule, rule_of
+from autopar.rules.data_axis import DataTypes, data_types, is_batch_statistic
 
 aten = torch.ops.aten
 _ZERO = sympy.Integer(0)
@@ -105,6 +108,8 @@ def describe(program: Program, solution: Solution, values: Mapping[sympy.Symbol,
         if program.count(name)
     }
     empty = LayerCosts("none", (), (), 0, 0, _ZERO, _ZERO, _ZERO, _ZERO)
+    typed = data_types(program)
+    costs = {name: replace(c, data_transfers=_data_transfers(program.blocks[name], typed)) for name, c in costs.items()}
     layers = tuple(call.block for call in program.layer_calls)
     every = [(costs[name], program.count(name)) for name in costs]
     work = sum(n * c.model_flops for c, n in every)
@@ -121,7 +126,25 @@ def describe(program: Program, solution: Solution, values: Mapping[sympy.Symbol,
         epilogue=costs.get(EPILOGUE, empty),
         unsharded_flops=work - done + done * solution.tp,
         sharded_fraction=divided / (whole + divided) if whole + divided else 0.0,
+        tables_bytes=costs[TABLES].buffer_bytes if TABLES in costs else 0,
     )
+
+
+def _data_transfers(block: Block, types: DataTypes) -> tuple[Transfer, ...]:
+    """What `insert_data_conversions` will insert, each conversion once, and the statistics of batch norms."""
+    if types.coupling is not None and not types.coupling.replicas:
+        return ()
+    wanted = [
+        (value, to) for n in block.ops for value, to in zip(node_inputs(n), types.strategies[n].inputs, strict=True)
+    ]
+    wanted += zip(block.results, types.results[block.name], strict=True)
+    found: list[Transfer] = []
+    for value, to in dict.fromkeys(wanted):
+        found += conversion_transfers(info(value), types.strategies[value].output, to)
+    for node in filter(is_batch_statistic, block.ops):
+        size = _numel(info(node).shape[1:2]) * 4
+        found += [Transfer("all_reduce", size, phase) for phase in ("forward", "forward", "backward")]
+    return tuple(found)
 
 
 def _layer_costs(program: Program, block: Block, solution: Solution, axis: Axis) -> LayerCosts:
@@ -147,6 +170,7 @@ def _layer_costs(program: Program, block: Block, solution: Solution, axis: Axis)
         input_bytes=_total(_local_bytes(info(n), typed.of[n.name].output, axis.size) for n in kept),
         working_bytes=typed.working_bytes(),
         output_bytes=_total(_local_bytes(info(n), typed.of[n.name].output, axis.size) for n in results),
+        buffer_bytes=sum(int(tensor_bytes(info(n))) for n in block.placeholders(Role.BUFFER) if not is_count(info(n))),
     )
 
 

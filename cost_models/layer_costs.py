@@ -50,6 +50,8 @@ class LayerCosts:
     input_bytes: what is kept instead when the block is recomputed (its inputs).
     working_bytes: the largest transient beside what is saved (workspace of one op, its gradient).
     output_bytes: what the block sends to the next one (hidden states), also the size of their gradient.
+    buffer_bytes: of the model's buffers that it reads, whole on each rank.
+    data_transfers: collectives over dp within forward and backward, of values of the whole batch.
     """
 
     name: str
@@ -61,6 +63,8 @@ class LayerCosts:
     input_bytes: sympy.Expr
     working_bytes: sympy.Expr
     output_bytes: sympy.Expr
+    buffer_bytes: int = 0
+    data_transfers: tuple[Transfer, ...] = ()
 
     @property
     def model_flops(self) -> sympy.Expr:
@@ -75,6 +79,7 @@ class ModelCosts:
     `layers[i]` is the class name of layer i; `classes` maps names to costs.
     `unsharded_flops`: forward FLOPs of one micro-batch of the original model (for MFU: ×3 with backward).
     `sharded_fraction`: share of FLOPs that tp divides, 0 to 1, at the given b, s.
+    `tables_bytes`: buffers that every stage has, to make what its layers read.
     """
 
     tp: int
@@ -85,6 +90,7 @@ class ModelCosts:
     epilogue: LayerCosts
     unsharded_flops: sympy.Expr
     sharded_fraction: float
+    tables_bytes: int = 0
 
 
 __all__ = ["B", "LayerCosts", "ModelCosts", "OpCost", "S", "Transfer"]

@@ -76,6 +76,7 @@ class StageMemory:
     transient_bytes: float  # beside what is saved: workspace, one recomputed layer
     in_flight: int
     receives_bytes: float = 0.0  # a micro-batch, from both neighbours
+    buffer_bytes: int = 0  # of the model: tables, constants
 
 
 def stage_memory(price: ModelPrice, shape: StageShape, in_flight: int, receives_bytes: float) -> StageMemory:
@@ -104,6 +105,7 @@ def stage_memory(price: ModelPrice, shape: StageShape, in_flight: int, receives_
         transient_bytes=max([0.0, layer_peak, *ends]),
         in_flight=in_flight,
         receives_bytes=receives_bytes,
+        buffer_bytes=price.model.tables_bytes + sum(b.buffer_bytes * n for b, n, _ in stage_blocks(price, shape)),
     )
 
 
@@ -235,5 +237,6 @@ def _buffer_terms(stage: StageMemory, states: States) -> list[MemoryTerm]:
     return [
         MemoryTerm("gathered units, root", gathered),
         MemoryTerm("reduction buffers", buffers),
+        MemoryTerm("buffers of the model", stage.buffer_bytes),
         MemoryTerm("pipeline receive buffers", states.micro_batches * stage.receives_bytes),
     ]

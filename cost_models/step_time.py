@@ -219,6 +219,18 @@ def pipeline_time(
 
 def data_time(price: ModelPrice, shape: StageShape, setting: Setting) -> DataTime:
     """Communication of a stage over the data axis, and tp's gradient reductions, which no bucket hides."""
+    time, within = _gradient_time(price, shape, setting), Overlap(_values_time_s(price, shape, setting))
+    return replace(time, each_backward=time.each_backward + within)
+
+
+def _values_time_s(price: ModelPrice, shape: StageShape, setting: Setting) -> float:
+    """Seconds of what forward and backward of a micro-batch exchange over dp: values of the whole batch."""
+    group = axis_group(setting.mesh, "dp", setting.hardware.gpus_per_node)
+    blocks = [(block, count) for block, count in _blocks(price, shape) if group.ranks > 1]
+    return sum(n * collective_time_s(c, size, group, setting.hardware) for block, n in blocks for c, size in block.data)
+
+
+def _gradient_time(price: ModelPrice, shape: StageShape, setting: Setting) -> DataTime:
     sync_s = sum(block.sync_s * count for block, count in _blocks(price, shape))
     if setting.data_group.ranks == 1:
         sync = Overlap(sync_s)
