@@ -26,7 +26,7 @@ from scipy.sparse import coo_array
 from torch import fx
 
 from ..errors import InfeasibleError
-from ..ir.graph import TABLES, B, Block, NodeInfo, Program, Role, info, node_inputs
+from ..ir.graph import TABLES, B, Block, NodeInfo, Program, Role, S, info, node_inputs
 from ..placement import GRAD_PARTIAL, PARTIAL, REPLICATE, Placement, Shard, Strategy, conversion
 from ..plan import Solution
 from ..rules import Axis, rule_of, strategies
@@ -227,10 +227,12 @@ def _divides_weight(node: fx.Node, option: Strategy) -> bool:
 
 
 def _no_placement(program: Program, axis: Axis, layout: Layout) -> str:
-    """Which widths stand in the way: no collective runs along a dim whose shards would differ in size."""
+    """Which sizes stand in the way: no collective runs along a dim whose shards would differ in size."""
     dims = {int(n) for t in program.parameters.values() for n in t.shape if n.is_Integer and len(t.shape) > 1}
     uneven = ", ".join(str(n) for n in sorted(dims) if n % axis.size) or "none of the parameters'"
-    return f"no legal {layout.name} placement over {axis.size}: widths not divisible by it: {uneven}"
+    length = axis.values.get(S, 0) if layout.sequence else 0
+    sequence = f"; nor is the sequence of {length}" if length % axis.size else ""
+    return f"no legal {layout.name} placement over {axis.size}: widths not divisible by it: {uneven}{sequence}"
 
 
 def legal_conversion(facts: NodeInfo, source: Placement, target: Placement, axis: Axis) -> bool:

@@ -354,3 +354,8 @@ def _conversions(
 def test_widths_that_megatron_cannot_divide_are_infeasible() -> None:
     with pytest.raises(InfeasibleError, match="no legal megatron placement over 3: widths not divisible by it: 64"):
         _solve(gpt()[1], MEGATRON, tp=3)
+
+
+def test_a_sequence_that_does_not_divide_is_named() -> None:
+    with pytest.raises(InfeasibleError, match="over 3: .*; nor is the sequence of 4096"):
+        _solve(gpt()[1], MEGATRON_SP, tp=3)
