@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from ..ir.graph import Call, Program
@@ -36,7 +37,7 @@ def runs(program: Program, key: Callable[[Call], Any]) -> list[Run]:
         or parent(call) != parent(calls[place - 1])
         or key(call) != key(calls[place - 1])
     ]
-    return [Run(start, stop) for start, stop in zip(starts, [*starts[1:], len(calls)], strict=True)]
+    return [Run(start, stop) for start, stop in pairwise([*starts, len(calls)])]
 
 
 def parent(call: Call) -> str:

@@ -6,6 +6,7 @@ torch.nn.functional are written in Python, with arguments of their own: those th
 
 from __future__ import annotations
 
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -65,7 +66,12 @@ def _call(op: Op, target: Any) -> str:
         return f"F.{name}({op.rest()})"
     if isinstance(op.given.get("self"), fx.Node) and op.schema[0].name == "self" and hasattr(torch.Tensor, name):
         return f"{op.operand(0)}.{name}({op.rest()})"
-    return f"torch.{name}({op.rest()})" if hasattr(torch, name) else f"{_full_name(target)}({op.rest()})"
+    return f"torch.{name}({op.rest()})" if _is_of_schema(name) else f"{_full_name(target)}({op.rest()})"
+
+
+def _is_of_schema(name: str) -> bool:
+    """Whether torch has a function of that name that is not written in Python, with arguments of its own (cdist)."""
+    return isinstance(getattr(torch, name, None), BuiltinFunctionType) or name == "einsum"
 
 
 def _interpolate(op: Op, mode: str) -> Text:

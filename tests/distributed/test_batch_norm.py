@@ -1,4 +1,4 @@
-"""Batch norm by choice: statistics over all replicas, equal to one process with the whole batch."""
+"""P13: batch norm by choice: statistics over all replicas, equal to one process with the whole batch."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ def test_families(name: str) -> None:
     assert_parity(made, made.plan(dp=2, micro_batch=6))
 
 
-def test_several_micro_batches_are_refused() -> None:
+def test_p13_several_micro_batches_are_refused() -> None:
+    """P13: their statistics would be those of a part of the batch."""
     coupling = data_types(_subject().program).coupling
     assert coupling is not None and coupling.replicas and coupling.short.startswith("batch norm couples samples at ")
     with pytest.raises(PlanError, match="use micro_batch=global_batch/dp"):

@@ -22,7 +22,7 @@ from tests.harness import run_ranks
 
 def one_process(model: nn.Module, inputs: dict[str, object], sequence: int, optimizer: Optimizer) -> ModuleType:
     program = prepare(model, inputs, "bf16")
-    layers = len(program.layer_calls)
+    layers = max(1, len(program.layer_calls))
     plan = Plan(Mesh(), 2, 2, sequence, ((0, layers),), precision="bf16", optimizer=optimizer, solution=Solution(1, {}))
     return load_source(model_source(compile_program(program, plan), plan, Predicted()))
 
@@ -79,6 +79,37 @@ def test_the_loss_of_bf16_logits_is_computed_in_fp32() -> None:
     in_bf16 = F.cross_entropy(rounded, labels.flatten()).item()
     assert abs(actual - exact) < 1e-6 * exact
     assert abs(in_bf16 - exact) > 1e-4 * exact  # else this test shows nothing
+
+
+class Island(nn.Module):
+    """A norm in fp32 whatever surrounds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        y = self.linear(x)
+        with torch.autocast("cpu", enabled=False):
+            z = F.layer_norm(y.float(), (8,))
+        return F.mse_loss(z, target.float())
+
+
+def test_t8_an_fp32_island_stays_fp32() -> None:
+    """T8: the emitted program casts where the author's region without autocast does, and nowhere else."""
+    torch.manual_seed(0)
+    model = Island().bfloat16()
+    batch = {name: torch.randn(2, 8).bfloat16() for name in ("x", "target")}
+    program = one_process(model, batch, 1, Optimizer())
+
+    def loss(rank: int) -> float:
+        return Trainer(program, {n: v.float() for n, v in values(model).items()}, device="cpu").step(batch).loss
+
+    (actual,) = run_ranks(1, loss)
+    expected = model(**batch).item()
+    without = F.mse_loss(F.layer_norm(model.linear(batch["x"]), (8,)), batch["target"]).item()
+    assert abs(actual - expected) < 1e-6 * expected
+    assert abs(without - expected) > 1e-4 * expected  # else this test shows nothing
 
 
 def test_updates_below_bf16_resolution_move_the_master_weights() -> None:

@@ -198,7 +198,8 @@ class Regions(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_regions(dtype: torch.dtype) -> None:
+def test_t8_regions(dtype: torch.dtype) -> None:
+    """T8: the casts around a region without autocast are those of eager, op by op."""
     model, x = Regions().to(dtype), torch.randn(3, 4, 6, dtype=dtype)
     expected = model(x)
     expected.backward()
