@@ -142,7 +142,8 @@ class Parallelized:
 
     def explain(self) -> str:
         """Time and memory of each stage, and what the runners-up lose."""
-        return "\n".join([explain(self.result), *(f"opaque: {note}" for note in self._opaque)])
+        whole = [f"opaque: {name} is kept whole: {call.reason}" for name, call in self.program.opaque.items()]
+        return "\n".join([explain(self.result), *(f"opaque: {note}" for note in self._opaque), *whole])
 
     def compare(self, sequence_parallel: bool | None = None, **pins: Any) -> str:
         """What if: the best plan with these pins beside the chosen one."""

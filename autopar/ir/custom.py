@@ -64,10 +64,14 @@ EXPERTS = torch.ops.autopar.experts.default
 
 @dataclass(frozen=True)
 class OpaqueCall:
-    """path: of the module, or of one that is the same. inputs: its args and kwargs, any tensor where one is given."""
+    """path: of the module, or of one that is the same. inputs: its args and kwargs, any tensor where one is given.
+
+    reason: why it cannot be traced, with the user's lines.
+    """
 
     path: str
     inputs: tuple[tuple[Any, ...], dict[str, Any]]
+    reason: str = ""
 
 
 # The shapes of an opaque module's results, by the name of the module; known before it is traced.

@@ -23,7 +23,7 @@ from ..plan import Plan
 from . import Axis, Rule, has_rule, rule_of, strategies
 from .arguments import option
 from .rows import Rows, rows_of_cat, rows_of_reshape
-from .where import error, where
+from .where import error, kept_whole, where
 
 aten = torch.ops.aten
 
@@ -180,7 +180,7 @@ class _Typing:
         priced = [(cost, i) for cost, i in costs if cost is not None]
         if not priced or not moved and not _same_rows(given):
             short = "" if has_rule(node) else f"{op_name(node)} has no sharding rule,"
-            raise error(block, node, _problem(node, placements), short)
+            raise error(block, node, _problem(node, placements) + kept_whole(self.program, node), short)
         cost, index = min(priced)
         strategy, rows = options[index]
         if cost:

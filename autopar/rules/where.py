@@ -5,7 +5,9 @@ from __future__ import annotations
 from torch import fx
 
 from ..errors import TypeCheckError
-from ..ir.graph import Block, info, node_inputs
+from ..ir.custom import OPAQUE
+from ..ir.graph import Block, Program, info, node_inputs
+from .arguments import option
 
 
 def error(block: Block, node: fx.Node, problem: str, short: str = "") -> TypeCheckError:
@@ -18,6 +20,11 @@ def error(block: Block, node: fx.Node, problem: str, short: str = "") -> TypeChe
     found = TypeCheckError(f"{block.name}.{node.name}{place}: {problem}\n{around}")
     found.short = f"{short or 'loss couples samples'} at {where(node)}"
     return found
+
+
+def kept_whole(program: Program, node: fx.Node) -> str:
+    """A line with why a module is opaque, and the user's lines there; "" of another op."""
+    return f"\n  it is kept whole: {program.opaque[option(node, 'name')].reason}" if node.target is OPAQUE else ""
 
 
 def where(node: fx.Node) -> str:

@@ -10,6 +10,7 @@ from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..errors import TraceError
 
@@ -61,3 +62,27 @@ def custom_functions_refused() -> Iterator[None]:
         yield
     finally:
         function.apply = apply
+
+
+def refuse_recurrent(model: nn.Module) -> None:
+    """Let the LSTMs, GRUs and RNNs of a model that is to be traced say that they cannot be, where they are called.
+
+    Export would unroll them to the example's sequence, and fail at the end without a place.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module.forward = _unless_symbolic(module)
+
+
+def _unless_symbolic(module: nn.RNNBase) -> Any:
+    forward, dim = module.forward, 1 if module.batch_first else 0
+
+    def checked(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(x, torch.Tensor) and isinstance(x.shape[dim], torch.SymInt):
+            raise TypeError(
+                f"{type(module).__name__} is recurrent over a sequence of any length, which a trace cannot hold, nor "
+                "can it be kept whole: use attention, convolutions or linear recurrences as products instead"
+            )
+        return forward(x, *args, **kwargs)
+
+    return checked

@@ -25,7 +25,7 @@ from ..ir.build import replace_node
 from ..ir.custom import OPAQUE, RESULT_SHAPES
 from ..ir.graph import MODEL, Program, arguments, info, node_inputs
 from ..runtime.opaque import OpaqueModule
-from .guards import custom_functions_refused, quiet
+from .guards import custom_functions_refused, quiet, refuse_recurrent
 from .lists import layer_path
 from .moe import written_experts
 from .repeats import structure
@@ -69,11 +69,13 @@ class Opaque:
     shadow: nn.Module
     dtype: torch.dtype
     patterns: set[str] = field(default_factory=set)
+    reasons: dict[str, str] = field(default_factory=dict)  # of a pattern: why it is kept whole
     calls: list[_Call] = field(default_factory=list)
 
     def export(self, run: Callable[[], Any]) -> Any:
         """What `run` exports, once every submodule that it fails in is kept whole."""
         why: TraceError | None = None  # the first submodule cannot be traced
+        refuse_recurrent(self.shadow)
         for _ in range(_MOST):
             try:
                 with custom_functions_refused(), quiet():
@@ -90,6 +92,7 @@ class Opaque:
                 path = self._failed_in(error)
                 if path is None or not self._enclose(path):
                     raise
+                self.reasons[_pattern(path)] = str(error)
         raise TraceError(f"more than {_MOST} kinds of submodule of {type(self.model).__name__} cannot be traced")
 
     # which submodules
@@ -112,8 +115,10 @@ class Opaque:
         return path
 
     def _may_be_kept(self, path: str) -> bool:
-        """A layer, or what has no layers in it."""
-        inside = self.shadow.get_submodule(path).modules()
+        """A layer, or what has no layers in it; and no recurrent module, which reads weights by a list of its own."""
+        inside = list(self.shadow.get_submodule(path).modules())
+        if any(isinstance(m, nn.RNNBase) for m in inside):
+            return False
         return layer_path(path) is not None or not any(isinstance(m, nn.ModuleList) for m in inside)
 
     def _enclose(self, path: str) -> bool:
@@ -192,7 +197,9 @@ class Opaque:
             if len(calls[name].returned) == 1:  # the runtime gives a single result as it is
                 for reader in list(node.users):
                     replace_node(reader, node)
-        return replace(program, opaque={name: calls[name].trial.as_called() for name in found})
+        opaque = {name: calls[name].trial.as_called() for name in found}
+        reasons = {name: self.reasons.get(_pattern(call.path), "") for name, call in opaque.items()}
+        return replace(program, opaque={name: replace(call, reason=reasons[name]) for name, call in opaque.items()})
 
 
 def opaque_modules(program: Program, model: nn.Module) -> dict[str, OpaqueModule]:

@@ -193,7 +193,10 @@ NONSENSE: dict[str, tuple[dict[str, Any], str]] = {
     "precision": ({"precision": "fp8"}, "precision='fp8': use one of bf16, fp32, fp64"),
     "schedule": ({"schedule": "1f1b"}, "schedule='1f1b' with pp=1: use none"),
     "layout": ({"layout": "megatrom"}, "layout 'megatrom' is not in GPT (did you mean 'megatron"),
-    "a placement": ({"placements": {"Block": {"ln_1": "R, R, R -> S(0)"}}}, "no strategy of its rule on tp=2"),
+    "a placement": (
+        {"placements": {"Block": {"ln_1": "R, R, R -> S(0)"}}},
+        "no strategy of its rule on tp=2: use one of ",
+    ),
     "no placement": ({"placements": {"Block": {"ln_1": "sharded"}}}, "plan.yaml"),
     "a node": (
         {"placements": {"Block": {"ln_11": "R -> R"}}},
