@@ -37,6 +37,7 @@ class NormalizeLoss:
         loss = cross_entropy(logits, t)   |   loss = div(cross_entropy(logits, t, reduction=sum), _count)
         loss = mean(x)                    |   loss = div(sum(x), _count)
         n = clamp(sum(mask), 1)           |   n = clamp(_count, 1)
+        loss = add(loss, 1.0)             |   loss = add(loss, full([], 1.0))
     """
 
     name: ClassVar[str] = "normalize_loss"
@@ -59,10 +60,21 @@ class NormalizeLoss:
         for node in block.ops:
             if node.target in _SUMS and _leaves_batch(node) and of_inputs_only(node, known):
                 replace_node(node, counts.of(node))
+        _terms_as_tensors(block.results[0])
         eliminate_dead(block.graph)
         blocks = {**program.blocks, MODEL: block}
         counting = counts.block()
         return replace(program, blocks=blocks if counting is None else {**blocks, COUNT: counting})
+
+
+def _terms_as_tensors(loss: fx.Node) -> None:
+    """A number added to the loss: a tensor, of which each part of a batch may have a share."""
+    while loss.target in (aten.add.Tensor, aten.sub.Tensor) and isinstance(arguments(loss)[1], int | float):
+        facts = replace(info(loss), requires_grad=False)
+        with loss.graph.inserting_before(loss):
+            number = call(loss.graph, aten.full.default, ([], arguments(loss)[1]), facts, dtype=facts.dtype)
+        loss.update_arg(1, number)
+        loss = arguments(loss)[0]
 
 
 def _has_batch(sizes: Shape) -> bool:

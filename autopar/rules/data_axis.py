@@ -2,8 +2,9 @@
 
 Parameters enter as Replicate, grad Partial, the batch as a shard of its dim, the loss leaves as Partial. A value with
 the batch among its dims must stay sharded there; one without it, already reduced, may be converted. A program that
-needs no conversion may be cut into any micro-batches and replicas; one that needs some, all of reduced values, into
-replicas only, for micro-batches do not communicate; one whose samples are coupled otherwise not at all.
+needs no conversion may be cut into any micro-batches and replicas, also where a value that is the same on all parts
+becomes a summand (a weight penalty): each micro-batch takes its share. One that needs other conversions, all of
+reduced values, into replicas only, for micro-batches do not communicate; one coupled otherwise not at all.
 """
 
 from __future__ import annotations
@@ -15,43 +16,19 @@ import sympy
 import torch
 from torch import fx
 
-from ..errors import PlanError, TypeCheckError
+from ..errors import TypeCheckError
 from ..ir.graph import B, Block, Call, Program, Role, info, node_inputs, op_name
 from ..ir.ops import COLLECTIVES, convert, is_collective
 from ..placement import CONVERSIONS, GRAD_PARTIAL, PARTIAL, REPLICATE, Kind, Placement, Shard, Strategy, conversion
-from ..plan import Plan
 from . import Axis, Rule, has_rule, rule_of, strategies
 from .arguments import option
+from .coupling import Coupling
 from .rows import Rows, rows_of_cat, rows_of_reshape
 from .where import error, kept_whole, where
 
 aten = torch.ops.aten
 
 AXIS = Axis("dp", 2, sequence=False, batch=True, model=False)
-
-
-@dataclass(frozen=True)
-class Coupling:
-    """Why a model's samples cannot be spread freely: at which op (short), with the graph around it (detail).
-
-    replicas: whether dp may nevertheless be more than one.
-    """
-
-    short: str
-    detail: str
-    replicas: bool
-
-    def __str__(self) -> str:
-        return f"{self.short}: one micro-batch{'' if self.replicas else ', dp=1'}"
-
-    def check(self, plan: Plan) -> None:
-        """PlanError for a plan that it forbids."""
-        if plan.accumulation > 1 or plan.mesh.dp > 1 and not self.replicas:
-            way = "micro_batch=global_batch/dp" if self.replicas else "dp=1, micro_batch=global_batch"
-            raise PlanError(
-                f"dp={plan.mesh.dp} with {plan.accumulation} micro-batches would not compute the model: {self.detail}\n"
-                f"  use {way} (pp and tp are free)"
-            )
 
 
 @dataclass(frozen=True)
@@ -152,7 +129,8 @@ class _Typing:
         for node, wanted in zip(block.results, leaving, strict=True):
             given = typed[node].placement
             if given != wanted.placement:
-                self._note(block, node)
+                if _couples(given, wanted.placement):
+                    self._note(block, node)
                 if given.is_shard or self.converted:
                     raise error(block, node, f"leaves as {given} over dp, not as {wanted.placement}")
         self.outputs[block.name] = leaving
@@ -181,9 +159,8 @@ class _Typing:
         if not priced or not moved and not _same_rows(given):
             short = "" if has_rule(node) else f"{op_name(node)} has no sharding rule,"
             raise error(block, node, _problem(node, placements) + kept_whole(self.program, node), short)
-        cost, index = min(priced)
-        strategy, rows = options[index]
-        if cost:
+        strategy, rows = options[min(priced)[1]]
+        if any(_couples(source, wanted) for source, wanted in zip(placements, strategy.inputs, strict=True)):
             self._note(block, node)
         self.chosen[node] = strategy
         return _Typed(strategy.output, rows or (_common(given) if strategy.output.is_shard else Rows()))
@@ -231,6 +208,16 @@ class _Typing:
         coupled = "batch norm" if is_batch_statistic(node) else "loss"
         short = f"{coupled} couples samples at {where(node)}"
         return Coupling(short, str(error(block, node, problem)), replicas=True)
+
+
+def _couples(source: Placement, wanted: Placement) -> bool:
+    """Whether a conversion needs what other parts of the batch have; a share of what all parts have does not."""
+    return source != wanted and not becomes_share(source, wanted)
+
+
+def becomes_share(source: Placement, wanted: Placement) -> bool:
+    """Whether a conversion is of a value that is the same on all parts of a batch, to a summand."""
+    return source in (REPLICATE, GRAD_PARTIAL) and wanted == PARTIAL
 
 
 def is_batch_statistic(node: fx.Node) -> bool:

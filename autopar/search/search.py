@@ -19,7 +19,7 @@ from autopar.cost_models.memory import MemoryTerm, total_bytes
 from autopar.cost_models.step_time import Estimate, estimate_price, stage_ledger
 from autopar.errors import InfeasibleError
 from autopar.plan import Optimizer, Plan, Solution
-from autopar.rules.data_axis import Coupling
+from autopar.rules.coupling import Coupling
 
 from .space import Choice, Pins, Recompute, Request, enumerate_space
 from .stages import StageCosts, pinned_recompute, setting_for, split

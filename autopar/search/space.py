@@ -11,7 +11,7 @@ from autopar.cost_models.hardware import Cluster
 from autopar.errors import PlanError
 from autopar.mesh import Mesh
 from autopar.plan import Optimizer
-from autopar.rules.data_axis import Coupling
+from autopar.rules.coupling import Coupling
 
 Recompute = str | int | tuple[int, ...]
 

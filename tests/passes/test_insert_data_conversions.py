@@ -22,8 +22,45 @@ block model:
 """
 
 
-def _plan(dp: int) -> Plan:
-    return replace(plan(tp=1), mesh=Mesh(dp=dp), micro_batch=1)
+PENALTY = """
+block model:
+  x: [b, 8] = input x
+  w: [5, 8] = parameter w
+  y: [b, 5] = linear(x, w)
+  total: [] = sum(y)
+  square: [5, 8] = pow(w, 2)
+  penalty: [] = sum(square)
+  loss: [] = add(total, penalty)
+  return loss
+"""
+
+
+def _plan(dp: int, micro_batches: int = 1) -> Plan:
+    return replace(plan(tp=1), mesh=Mesh(dp=dp), micro_batch=1, global_batch=dp * micro_batches)
+
+
+def test_each_part_of_a_batch_adds_its_share_of_what_all_have() -> None:
+    """Three micro-batches a third each, of which one replica keeps value and gradient."""
+    assert_becomes(
+        InsertDataConversions(),
+        typed(read(PENALTY), _plan(2, 3)),
+        """
+        block model:
+          x: [b, 8] R = input x
+          w: [5, 8] R = parameter w
+          y: [b, 5] R = linear(x, w)
+          total: [] R = sum(y)
+          square: [5, 8] R = pow(w, 2)
+          penalty: [] R = sum(square)
+          div_tensor: [] R = div(penalty, 3)
+          convert: [] R = convert(div_tensor, Rp, P, dp)
+          loss: [] R = add(total, convert)
+          return loss
+        """,
+        _plan(2, 3),
+    )
+    alone = InsertDataConversions().apply(typed(read(PENALTY), _plan(1, 3)), _plan(1, 3))
+    assert [n.name for n in alone.blocks["model"].ops][-2:] == ["div_tensor", "loss"]
 
 
 def test_a_number_of_the_whole_batch_is_reduced_and_the_loss_kept_on_one_rank() -> None:

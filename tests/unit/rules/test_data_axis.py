@@ -135,7 +135,7 @@ def test_what_couples_samples_leaves_one_micro_batch_on_one_replica(model: type[
     assert f"{_line(model)})" in coupling.detail and "    > " in coupling.detail, "the graph around it"
 
 
-@pytest.mark.parametrize("model", [_Centred, _Root, _Constant, _OfWeights])
+@pytest.mark.parametrize("model", [_Centred, _Root])
 def test_numbers_of_the_whole_batch_allow_replicas_but_no_micro_batches(model: type[_Plain]) -> None:
     coupling = data_types(_traced(model())).coupling
     assert coupling is not None and coupling.replicas
@@ -145,7 +145,7 @@ def test_numbers_of_the_whole_batch_allow_replicas_but_no_micro_batches(model: t
     )
 
 
-@pytest.mark.parametrize("model", [_Plain, _BatchSize, _Pair])
+@pytest.mark.parametrize("model", [_Plain, _BatchSize, _Pair, _Constant, _OfWeights])
 def test_independent_samples_are_spread_freely(model: type[_Plain]) -> None:
     assert data_types(_traced(model())).coupling is None
 

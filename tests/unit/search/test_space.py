@@ -7,7 +7,7 @@ import pytest
 from autopar.cost_models.hardware import Cluster
 from autopar.errors import PlanError
 from autopar.mesh import Mesh
-from autopar.rules.data_axis import Coupling
+from autopar.rules.coupling import Coupling
 from autopar.search.space import Pins, Request, Space, enumerate_space
 
 
