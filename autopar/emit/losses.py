@@ -14,9 +14,11 @@ aten = torch.ops.aten
 REDUCTIONS = ("none", "mean", "sum")
 
 
-def _loss(name: str) -> Callable[[Op], Text]:
+def _loss(name: str, count: int = 2) -> Callable[[Op], Text]:
+    """A loss of `count` operands."""
+
     def write(op: Op) -> Text:
-        operands = [op.shown(argument.name) for argument in op.schema[:2]]
+        operands = [op.shown(argument.name) for argument in op.schema[:count]]
         reduction = REDUCTIONS[op.take("reduction", 1)]
         options = [f"{option}={op.shown(option)}" for option in list(op.left)]
         options += [f'reduction="{reduction}"'] if reduction != "mean" else []
@@ -30,6 +32,10 @@ LOSSES = {
     **{
         getattr(aten, name).default: _loss(name)
         for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "kl_div",
-                     "binary_cross_entropy_with_logits", "soft_margin_loss")
+                     "binary_cross_entropy_with_logits", "soft_margin_loss", "hinge_embedding_loss", "poisson_nll_loss")
+    },
+    **{
+        getattr(aten, name).default: _loss(name, 3)
+        for name in ("cosine_embedding_loss", "margin_ranking_loss", "triplet_margin_loss")
     },
 }  # fmt: skip

@@ -44,6 +44,8 @@ def by_name(op: Op) -> Text:
         return _interpolate(op, _MODES[target])
     if target in _PADS:
         return Text(f'F.pad({op.shown("self")}, {op.shown("padding")}, mode="{_PADS[target]}")')
+    if target is aten.instance_norm.default:
+        return _instance_norm(op)
     if target is aten.index.Tensor:
         return _index(op)
     return Text(_call(op, target))
@@ -72,6 +74,15 @@ def _call(op: Op, target: Any) -> str:
 def _is_of_schema(name: str) -> bool:
     """Whether torch has a function of that name that is not written in Python, with arguments of its own (cdist)."""
     return isinstance(getattr(torch, name, None), BuiltinFunctionType) or name == "einsum"
+
+
+def _instance_norm(op: Op) -> Text:
+    defaults = {"use_input_stats": True, "momentum": 0.1, "eps": 1e-5}
+    given = [op.shown("input")]
+    for name in ("running_mean", "running_var", "weight", "bias", *defaults):
+        value = op.take(name)
+        given += [] if value is None or (name in defaults and value == defaults[name]) else [f"{name}={op.show(value)}"]
+    return Text(f"F.instance_norm({', '.join(given)})")
 
 
 def _interpolate(op: Op, mode: str) -> Text:

@@ -32,7 +32,7 @@ CASES: dict[object, list[Case]] = {
     aten.smooth_l1_loss.default: _reduced(*_PAIRS, beta=0.5),
     aten.huber_loss.default: _reduced(*_PAIRS, delta=0.5),
     aten.binary_cross_entropy.default: _reduced(
-        (u(12, 4), c(12, 4)), (u(4, 6), c(4, 6), c(6)), (u(12), c(12), c(12)),
+        (u(12, 4), u(12, 4)), (u(4, 6), u(4, 6), c(6)), (u(12), u(12), c(12)),
     ),
     aten.binary_cross_entropy_with_logits.default: _reduced(
         (f(12, 4), c(12, 4)), (f(4, 6), c(4, 6), None, c(6)), (f(12, 4), c(12, 4), c(4), c(12, 4)),

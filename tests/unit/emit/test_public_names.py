@@ -12,11 +12,11 @@ from torch import Tensor, fx
 from autopar.emit.expressions import expression
 from autopar.emit.text import Text
 from autopar.ir.results import RESULTS
-from tests.numerics import op_cases, rule_cases
+from tests.numerics import loss_cases, op_cases, rule_cases
 from tests.numerics.rule_cases import Case, node_of
 
 aten = torch.ops.aten
-CASES: dict[Any, list[Case]] = {**rule_cases.CASES, **op_cases.CASES, **op_cases.TAGGED}
+CASES: dict[Any, list[Case]] = {**rule_cases.CASES, **op_cases.CASES, **op_cases.TAGGED, **loss_cases.CASES}
 # What is random, unset, or a call of the runtime's.
 OTHERS = {"dropout", "empty", "empty_like", "new_empty", "experts", "batch_norm"}
 # Ops that a person would not write by these names, and which no model of the zoo has.
