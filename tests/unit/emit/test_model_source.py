@@ -250,10 +250,12 @@ def test_a_llama_layer_is_as_short_as_a_handwritten_one(capsys: pytest.CaptureFi
 
 
 def test_no_device_is_written_down() -> None:
-    """T7: devices are those of the arguments."""
-    for model, plan in ALL_CASES:
-        source = of(model, plan).source
-        assert "cuda" not in source and '"cpu"' not in source and "meta" not in source
+    """T7: devices are those of the arguments, in every family's program."""
+    sources = [of(model, plan).source for model, plan in ALL_CASES]
+    sources += [emitted(family).source for family in ("whisper", "gemma2", "bert", "qwen3", "parallel", "unet")]
+    for source in sources:
+        assert not re.search(r"cuda|[\"']cpu[\"']|[\"']meta[\"']|torch\.device", source)
+        assert all(text.endswith("device") for text in re.findall(r"device=([\w.]+)", source))
 
 
 @pytest.mark.parametrize(("model", "plan"), ALL_CASES)
