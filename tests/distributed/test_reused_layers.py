@@ -20,7 +20,7 @@ SAMPLES, SEQUENCE, STEPS = 4, 8, 2
 class Scale(nn.Module):
     def __init__(self, d: int) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.empty(d))
+        self.scale = nn.Parameter(torch.ones(d))
 
     def forward(self, x: Tensor) -> Tensor:
         return x + F.silu(x * self.scale)

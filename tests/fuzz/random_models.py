@@ -194,7 +194,7 @@ class Mix(nn.Module):
 
     def __init__(self, spec: LayerSpec, model: ModelSpec) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(model.d, model.d))
+        self.weight = nn.Parameter(torch.zeros(model.d, model.d))
         self.activation = ACTIVATIONS[spec.activation]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -208,7 +208,8 @@ class Pointwise(nn.Module):
 
     def __init__(self, spec: LayerSpec, model: ModelSpec) -> None:
         super().__init__()
-        self.scale, self.shift = nn.Parameter(torch.empty(model.d)), nn.Parameter(torch.empty(model.d))
+        # Not torch.empty: vectors get noise on top of what they hold, and memory may hold NaN.
+        self.scale, self.shift = nn.Parameter(torch.ones(model.d)), nn.Parameter(torch.zeros(model.d))
         self.activation = ACTIVATIONS[spec.activation]
 
     def forward(self, x: Tensor) -> Tensor:
