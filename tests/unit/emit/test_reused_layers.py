@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -11,7 +12,7 @@ from examples.siamese import LENGTH, build, loss
 
 
 @cache
-def source(**pins: int) -> str:
+def source(**pins: Any) -> str:
     ids = torch.zeros(2, LENGTH, dtype=torch.long)
     inputs = {"left": ids, "right": ids.clone(), "alike": torch.zeros(2)}
     gpus = pins.get("tp", 1) * pins.get("pp", 1)
