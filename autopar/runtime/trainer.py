@@ -127,7 +127,7 @@ class Trainer:
         kept = nn.Module()
         for name, shape, *dtype in rows if self.mesh.rank("pp") == 0 else ():
             if dtype:
-                buffer(kept, name, shape, *dtype, persistent=True)
+                buffer(kept, name, shape, dtype[0], persistent=True)
             else:
                 parameter(kept, name, shape, frozen=True)
         materialise(kept, "", value)

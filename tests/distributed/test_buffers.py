@@ -19,6 +19,9 @@ from tests.harness import run_ranks
 
 
 class Block(nn.Module):
+    scale: Tensor
+    shift: Tensor
+
     def __init__(self, d: int) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(d, 2 * d), nn.Linear(2 * d, d)

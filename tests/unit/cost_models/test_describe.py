@@ -45,6 +45,9 @@ def test_logits_are_kept_in_fp32(precision: str, itemsize: int) -> None:
 class Coupled(nn.Module):
     """Reads buffers of the model; its loss has a square of a mean over all samples."""
 
+    table: torch.Tensor
+    weights: torch.Tensor
+
     def __init__(self, d: int = 8) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, d)
@@ -59,7 +62,8 @@ class Coupled(nn.Module):
         for layer in self.layers:
             x = layer(x)
         loss = F.cross_entropy((self.head(x) * self.weights).flatten(0, 1), labels.flatten())
-        return loss + x.mean((0, 1)).square().sum()
+        total: torch.Tensor = loss + x.mean((0, 1)).square().sum()
+        return total
 
 
 def coupled() -> ModelCosts:
