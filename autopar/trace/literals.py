@@ -10,7 +10,8 @@ from torch.overrides import TorchFunctionMode
 
 
 class Literals(TorchFunctionMode):
-    """Within: `torch.tensor(numbers)` is a `torch.full` for each number, and `x.data` is `x.detach()`."""
+    """Within: `torch.tensor(numbers)` is a `torch.full` for each number, `x[[2, 3]]` is a slice or reads such a tensor,
+    and `x.data` is `x.detach()`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -18,9 +19,30 @@ class Literals(TorchFunctionMode):
             data, dtype = args[0], kwargs.get("dtype", args[1] if len(args) > 1 else None)
             if _numbers(data):
                 return _filled(data, dtype or _common_dtype(data), kwargs.get("device"))
+        if func is Tensor.__getitem__:
+            return func(args[0], _index(args[1]))
         if func == Tensor.data.__get__:  # type: ignore[attr-defined]
             return args[0].detach()
         return func(*args, **kwargs)
+
+
+def _index(index: Any) -> Any:
+    """An index without lists of numbers, which would be constants."""
+    items = index if isinstance(index, tuple) else (index,)
+    lists = [i for i in items if isinstance(i, list) and i and all(type(n) is int for n in i)]
+    if not lists:
+        return index
+    alone = len(lists) == 1 and not any(isinstance(i, Tensor) for i in items)
+    return tuple(_range(i, alone) if any(i is found for found in lists) else i for i in items)
+
+
+def _range(numbers: list[int], alone: bool) -> slice | Tensor:
+    """The slice that reads the same, where one does; for more than one list would be read in pairs."""
+    first = numbers[0]
+    in_order = numbers == list(range(first, first + len(numbers)))
+    if alone and in_order and (first >= 0 or numbers[-1] < 0):
+        return slice(first, numbers[-1] + 1 or None)
+    return _filled(numbers, torch.int64, None)
 
 
 def _numbers(data: Any) -> bool:
