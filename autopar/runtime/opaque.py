@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten  # torch has no public name for it
+
+# torch has no public name for it.
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from .mesh import Mesh, current
 from .parameters import local
@@ -39,7 +41,7 @@ class OpaqueModule:
         given = iter(tensors)
         args, kwargs = tree_unflatten([next(given) if isinstance(x, Tensor) else x for x in leaves], form)
         self.module.train(holder.training)
-        with _raise_float32() if current().settings.precision == "fp64" else nullcontext():
+        with _RaiseFloat32() if current().settings.precision == "fp64" else nullcontext():
             result = torch.func.functional_call(self.module, values | marked, args, kwargs)
         found = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         found = list(_ReadAll.apply(len(found), *found, *trained.values()))  # type: ignore[no-untyped-call]
@@ -137,7 +139,7 @@ class LeftOut:
                 p.grad = None
 
 
-class _raise_float32(TorchFunctionMode):  # noqa: N801 - a context manager
+class _RaiseFloat32(TorchFunctionMode):
     """In fp64 programs the author's literal float32 is float64, as in the rest of the program."""
 
     def __torch_function__(

@@ -147,7 +147,6 @@ class Model(nn.Module):
     def _prologue(self, pixel_values):
         """What runs before the first layer."""
         b = pixel_values.shape[0]
-        pixel_values = pixel_values.to(torch.bfloat16)
         projection = F.conv2d(
             pixel_values,
             local(self.vit.embeddings.patch_embeddings.projection.weight),
