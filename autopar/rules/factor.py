@@ -112,8 +112,8 @@ def strategies(node: fx.Node, rule: Rule, axis: Axis) -> list[Strategy]:
 
 def _candidates(operands: list[NodeInfo], result: NodeInfo, rule: Rule, axis: Axis) -> Iterator[Strategy]:
     yield Strategy(tuple(REPLICATE for _ in operands), REPLICATE)
-    if result.requires_grad and not rule.exact:
-        yield Strategy(tuple(_shared(o) for o in operands), GRAD_PARTIAL)
+    if not rule.exact:  # a result without a gradient, as of detach, gives none back that could be counted twice
+        yield Strategy(tuple(_shared(o) for o in operands), GRAD_PARTIAL if result.requires_grad else REPLICATE)
     for factor in rule.factors:
         sizes = _sizes(factor, operands, result, rule)
         if factor not in rule.whole and axis.offers(sizes, uneven=factor not in rule.even):

@@ -122,6 +122,9 @@ class Tied:
 
     def sum_gradients(self) -> None:
         for copies, group in self._copies:
+            for p in copies:
+                if p.grad is None:  # read without a gradient here; the other stages wait
+                    p.grad = torch.zeros_like(p)
             total, *others = [local_part(p.grad) for p in copies]
             for grad in others:
                 total += grad

@@ -102,6 +102,23 @@ def test_a_head_registered_before_the_table_that_it_is(kind: str, plan: str) -> 
     assert_parity(tied(kind), tied(kind).plan(**PLANS[plan]))
 
 
+class ReadDetached(Net):
+    """The table is read again at the end, there without a gradient."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x) + F.linear(x, self.embedding.weight.detach())
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("plan", ["pp2", "zero3-pp2"])
+def test_a_table_that_the_last_stage_reads_without_a_gradient(plan: str) -> None:
+    model = subject(ReadDetached(), FP64)
+    assert_parity(model, model.plan(**PLANS[plan]))
+
+
 @pytest.mark.parametrize(("first", "second"), [("tp2", "pp2"), ("zero3-pp2", "one")])
 def test_a_checkpoint_holds_it_under_the_original_name(first: str, second: str, tmp_path: Path) -> None:
     _saved_and_resumed(tied(), first, second, tmp_path)
