@@ -20,6 +20,7 @@ _CASTS = {
 _RESHAPES = {
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints,
     aten.unflatten.int, aten.view_as.default,
+    aten.squeeze.default, aten.squeeze.dims,  # which would drop the batch too where a micro-batch is one sample
 }  # fmt: skip
 _EXPANSIONS = {aten.expand.default, aten.expand_as.default, aten.broadcast_to.default}
 _REPEATS = {aten.repeat.default, aten.tile.default}
@@ -107,7 +108,7 @@ def _same_value(node: fx.Node) -> fx.Node | None:
     target, rest = node.target, node.args[1:]
     if target in _IDENTITIES or (same_type and target in (aten.to.dtype, aten.reshape.default, aten.expand.default)):
         return source
-    if same_type and target is aten.slice.Tensor:
+    if same_type and target in (aten.slice.Tensor, aten.squeeze.dim):
         return source
     if target is aten.dropout.default and (rest[0] == 0.0 or rest[1] is False):
         return source

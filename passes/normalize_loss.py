@@ -15,6 +15,7 @@ from autopar.ir.graph import COUNT, MODEL, B, Program, Shape, arguments, info, n
 from autopar.plan import Plan
 from autopar.rules.arguments import option
 from autopar.rules.losses import MEAN, SUM, terms
+from autopar.rules.losses import RULES as LOSSES
 
 aten = torch.ops.aten
 
@@ -50,7 +51,7 @@ class NormalizeLoss:
         for node in block.ops:
             if node.target in _CLASSIFICATION and option(node, "reduction") == MEAN:
                 _sum_over_targets(node, counts, targets)
-            elif option(node, "reduction") == MEAN and info(node).shape == () and _has_batch(terms(node)):
+            elif node.target in LOSSES and option(node, "reduction") == MEAN and _has_batch(terms(node)):
                 _sum_over_terms(node, counts)
             elif node.target in _MEANS and _has_batch(_averaged(node)):
                 _sum_over_dims(node, counts)

@@ -19,6 +19,7 @@ from ..ir.graph import Program
 from . import repeats
 from .importer import Importer
 from .literals import Literals
+from .loss_shapes import LossShapes
 from .opaque import Opaque
 from .signature import check_inputs
 from .sizes import check_sizes
@@ -107,7 +108,7 @@ def _export(model: nn.Module, example: dict[str, Any], dims: dict[str, dict[int,
             name: {d: symbols[kind] for d, kind in dims[name].items()} if name in dims else None for name in example
         }
         try:
-            with Literals():
+            with Literals(), LossShapes():
                 exported = torch.export.export(
                     model, (), example, strict=False, dynamic_shapes=shapes,
                     prefer_deferred_runtime_asserts_over_guards=deferred,

@@ -29,6 +29,7 @@ from ..ir.graph import (
 from .float_sizes import float_of_sizes
 from .inline import inline_regions
 from .inplace import Memory, mutates, written
+from .loss_shapes import correct_shape
 from .signature import keywords, loss_of
 from .sizes import check_known
 from .source import excerpt, module_path, place, source_line
@@ -178,6 +179,7 @@ class Importer:
         first = value if isinstance(value, torch.Tensor) else (*several, *value)[0]
         set_info(new, self._facts(node, first))
         update_info(new, requires_grad=first.is_floating_point() and derives_gradient(new))
+        correct_shape(new)
         return new
 
     def _operands(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
