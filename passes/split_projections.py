@@ -65,9 +65,8 @@ def _projection(node: fx.Node, tied: set[str]) -> _Projection | None:
     total, bias = node, None
     if len(node.users) == 1 and (reader := next(iter(node.users))).target is aten.add.Tensor and not reader.kwargs:
         (other,) = [a for a in reader.args if a is not node] or [None]
-        if _own(other, tied, rank=1):
+        if isinstance(other, fx.Node) and _own(other, tied, rank=1) and info(other).shape == info(node).shape[-1:]:
             total, bias = reader, other
-    assert bias is None or isinstance(bias, fx.Node)
     return _Projection(node, total, bias, 0 if node.target is aten.linear.default else 1)
 
 

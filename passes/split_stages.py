@@ -25,7 +25,7 @@ class SplitStages:
 
     def apply(self, program: Program, plan: Plan | None) -> Program:
         assert plan is not None
-        layers = max(1, len(program.layer_calls))  # a model without layers is one stage, as in the search
+        layers = len(program.layer_calls)
         if wrong := _wrong(plan.stages, layers):
             raise PlanError(
                 f"stages {[list(stage) for stage in plan.stages]} do not hold each of the {layers} layers of "
@@ -41,6 +41,8 @@ class SplitStages:
 
 def _wrong(stages: Sequence[tuple[int, int]], layers: int) -> str:
     """The first thing that is wrong with the ranges of layers; "" where they are right."""
+    if not layers:  # all prologue and epilogue
+        return "" if len(stages) == 1 else "there are no layers to spread"
     expected = 0
     for number, (start, stop) in enumerate(stages):
         if start != expected:

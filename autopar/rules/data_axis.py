@@ -277,7 +277,6 @@ def _reads_batch_size(node: fx.Node) -> bool:
     rule: Rule | None = rule_of(node) if has_rule(node) else None
     arguments = [*node.args, *node.kwargs.values()]
     if rule is not None and rule.kind == "view":
-        fill = {aten.full.default: 1, aten.new_full.default: 2}.get(node.target)  # type: ignore[call-overload]
-        arguments = [node.args[fill]] if fill else []
+        arguments = [option(node, "fill_value"), option(node, "s")]  # of scalar_tensor; others' numbers are sizes
     sizes = [a for a in arguments if isinstance(a, sympy.Expr)]
     return any(B in size.free_symbols for size in sizes)

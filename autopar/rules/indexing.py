@@ -40,10 +40,10 @@ def _gather(node: fx.Node) -> Rule:
 def _scatter(node: fx.Node) -> Rule:
     """`x[*d] i[*d] u[*d] -> y[*d]`: as gather; linear in what is there and what is written, together."""
     operands = node_inputs(node)
-    x, index = (info(n).shape for n in operands[:2])
-    dims: Dims = tuple(f"d{i}" for i in range(len(x)))
-    whole = frozenset(f"d{i}" for i, (n, m) in enumerate(zip(x, index, strict=True)) if n != m)
-    along = frozenset({f"d{int(option(node, 'dim')) % len(x)}"})
+    shapes = [info(n).shape for n in operands]
+    dims: Dims = tuple(f"d{i}" for i in range(len(shapes[0])))
+    whole = frozenset(f"d{i}" for i, sizes in enumerate(zip(*shapes, strict=True)) if len(set(sizes)) > 1)
+    along = frozenset({f"d{int(option(node, 'dim')) % len(dims)}"})
     linear = (frozenset({0, 2}),) if len(operands) == 3 else ()
     return Rule(tuple(dims for _ in operands), dims, whole | along, linear=linear, saves=(1,))
 

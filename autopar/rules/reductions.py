@@ -38,11 +38,11 @@ def is_reduction(target: Any) -> bool:
 
 
 def along(node: fx.Node) -> Rule:
-    """Every dim passes but `dim`, which stays whole; all operands have the result's dims (gather, diff)."""
+    """Every dim passes but `dim`, which stays whole."""
     rank = len(info(node).shape)
     dims: Dims = tuple(f"d{i}" for i in range(rank))
     whole = frozenset(dims[d] for d in dims_of(option(node, "dim", -1), rank) if dims[d] is not None)
-    linear = _FIRST if node.target in _LINEAR else ()
+    linear = _FIRST if node.target is aten.cumsum.default else ()
     return Rule(tuple(dims for _ in node_inputs(node)), dims, frozenset(map(str, whole)), linear=linear, saves=())
 
 
@@ -55,7 +55,6 @@ def _along_rows(node: fx.Node) -> Rule:
 
 _SUMS = {aten.sum.default, aten.sum.dim_IntList}
 _MEANS = {aten.mean.default, aten.mean.dim}
-_LINEAR = {aten.cumsum.default, aten.flip.default, aten.roll.default, aten.diff.default}
 
 # Results of topk, sort and the like have the rank of their operand; those of max.dim lose a dim.
 _RANKED = (aten.topk.default, aten.sort.default, aten.sort.stable, aten.cummax.default, aten.cummin.default)

@@ -172,3 +172,12 @@ block model:
 def test_other_projections_stay(more: str) -> None:
     before = UNFUSED.format(more=more)
     assert_becomes(SplitProjections(), before, before)
+
+
+def test_an_addend_that_is_spread_over_the_features_is_no_bias() -> None:
+    before = UNFUSED.format(more="return q").replace(
+        "  y: [b, 12] = linear(x, w)",
+        "  one: [1] = parameter one\n  p: [b, 12] = linear(x, w)\n  y: [b, 12] = add(p, one)",
+    )
+    before = before.replace("return q", "k: [b, 6] = slice(y, -1, 6, 12)\n  return q, k")
+    assert_becomes(SplitProjections(), before, before)
