@@ -89,11 +89,7 @@ class Body:
 
     def _sizes(self) -> None:
         """`b` and `s`, where shapes need them, from the first value that has both."""
-        used = set()
-        for node in self.ops:
-            for argument in (*node.args, *node.kwargs.values()):
-                used |= _symbols(argument)
-        used &= {B, S}
+        used = sizes_in(self.ops)
         if not used:
             return
         sources = [n for n in self.names if _dims_of(info(n))]
@@ -203,6 +199,12 @@ class Body:
     def free(self, base: str, node: fx.Node) -> str:
         """The base, or with a number where another live value has it."""
         return value_name(base, {name for other, name in self.names.items() if self.last_use(other) > self.order[node]})
+
+
+def sizes_in(ops: Sequence[fx.Node]) -> set[Any]:
+    """Which of `b` and `s` are arguments of the ops."""
+    given = [argument for node in ops for argument in (*node.args, *node.kwargs.values())]
+    return _symbols(given) & {B, S}
 
 
 def _symbols(argument: Any) -> set[Any]:

@@ -16,6 +16,7 @@ from .body import Body
 from .call_names import block_arguments, value_names
 from .comments import placement_text
 from .idioms import Idioms
+from .placement_table import local_shape
 from .roles import Roles
 from .text import attribute, size_text
 
@@ -164,11 +165,8 @@ class Emission:
             facts = info(node)
             if not facts.requires_grad:
                 continue
-            sizes = [size_text(n) for n in facts.shape]
-            if facts.placement.is_shard:
-                sizes[facts.placement.dim] += f"/{self.plan.mesh.tp}"
             kind = f"{placement_text(facts.placement)}@tp " if self.plan.mesh.tp > 1 else ""
-            shown.append(f"{name}: {kind}[{', '.join(sizes)}]")
+            shown.append(f"{name}: {kind}{local_shape(facts, self.plan.mesh.tp)}")
         shown = shown if len(", ".join(shown)) < _SHAPES else shown[:1]
         return f"  # {', '.join(shown)}" if shown else ""
 

@@ -91,21 +91,19 @@ class Folding:
 
 
 def in_reading_order(ops: Sequence[fx.Node], folding: Folding, roles: Roles) -> list[fx.Node]:
-    """The ops, with neighbouring lines that make query, key and value in that order."""
-    ordered: list[fx.Node] = []
-    run: list[list[fx.Node]] = []  # each a line with what is folded into it
-    inside: list[fx.Node] = []
+    """The ops line by line, with neighbouring lines that make query, key and value in that order."""
+    lines: dict[int, list[fx.Node]] = {}  # position → the op of a line, after what is folded into it
     for node in ops:
-        inside.append(node)
-        if node in folding:
+        lines.setdefault(folding.line_of(node), []).append(node)
+    ordered: list[fx.Node] = []
+    run: list[list[fx.Node]] = []
+    for _, line in sorted(lines.items()):
+        if roles.of(line[-1]) in _QUERY_KEY_VALUE and not any(map(is_random, line)):
+            run.append(line)
             continue
-        if roles.of(node) not in _QUERY_KEY_VALUE or any(is_random(n) for n in inside):
-            ordered += [*(n for line in _sorted(run, roles) for n in line), *inside]
-            run = []
-        else:
-            run.append(inside)
-        inside = []
-    return [*ordered, *(n for line in _sorted(run, roles) for n in line), *inside]
+        ordered += [n for own in (*_sorted(run, roles), line) for n in own]
+        run = []
+    return [*ordered, *(n for line in _sorted(run, roles) for n in line)]
 
 
 _QUERY_KEY_VALUE = ("q", "k", "v")

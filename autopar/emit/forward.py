@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from ..ir.graph import EPILOGUE, PROLOGUE, TABLES, B, Call, Role, S, info
+from .body import sizes_in
 from .emission import Emission
 from .layer_runs import Run, layers_text, parent, path_text, runs
 from .names import loop_name
@@ -46,9 +48,16 @@ def _make_tables(e: Emission) -> list[str]:
     given = _given(e, e.program.call_of(TABLES))
     if inputs := e.program.blocks[TABLES].placeholders(Role.INPUT):
         return [f"{given} = self._tables({', '.join(info(n).ref for n in inputs)})"]
-    name, tensor = max(e.program.inputs.items(), key=lambda item: len({B, S} & set(item[1].shape)))
-    sizes = [f"{name}.shape[{tensor.shape.index(symbol)}]" if symbol in tensor.shape else "None" for symbol in (B, S)]
-    return [f"{given} = self._tables({', '.join(sizes)}, {name}.device)"]
+    used = table_sizes(e)
+    name, tensor = max(e.program.inputs.items(), key=lambda item: len({*used} & {*item[1].shape}))
+    sizes = [f"{name}.shape[{tensor.shape.index(size)}]" for size in used]
+    return [f"{given} = self._tables({', '.join([*sizes, f'{name}.device'])})"]
+
+
+def table_sizes(e: Emission) -> list[Any]:
+    """The sizes that tables without an input are made of, in the order of their arguments."""
+    used = sizes_in(e.program.blocks[TABLES].ops)
+    return [size for size in (B, S) if size in used]
 
 
 def _first_values(e: Emission) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..ir.graph import EPILOGUE, PROLOGUE, TABLES, Block, Role, info, is_count
 from .emission import Emission, tuple_text
-from .forward import forward
+from .forward import forward, table_sizes
 from .layer_runs import Run, layers_text, offset, parent, path_text, runs
 from .names import class_name
 from .placement_table import placement_table
@@ -125,7 +125,7 @@ def _new_layers(e: Emission, run: Run) -> list[str]:
 def _method(e: Emission, block: Block) -> list[str]:
     names = e.arguments(block)
     body = e.body(block, names)
-    arguments = ", ".join(names.values()) or "b, s, device"
+    arguments = ", ".join(names.values() or [*map(str, table_sizes(e)), "device"])
     return [
         f"    def _{block.name}(self, {arguments}):{e.shapes(names)}",
         f'        """{_purpose(e, block)}"""',

@@ -42,11 +42,18 @@ def _placement(facts: NodeInfo, tp: int) -> str:
     """ "Shard(0) → [32, 64]"; an uneven dim has the size of the largest shard."""
     if not facts.placement.is_shard:
         return placement_text(facts.placement)
-    sizes = [size_text(n) for n in facts.shape]
-    dim, size = facts.placement.dim, facts.shape[facts.placement.dim]
-    sizes[dim] = str(-(-int(size) // tp)) if size.is_number else f"{sizes[dim]}/{tp}"
+    size = facts.shape[facts.placement.dim]
     uneven = "≤ " if size.is_number and int(size) % tp else ""
-    return f"{placement_text(facts.placement)} → {uneven}[{', '.join(sizes)}]"
+    return f"{placement_text(facts.placement)} → {uneven}{local_shape(facts, tp)}"
+
+
+def local_shape(facts: NodeInfo, tp: int) -> str:
+    """What the first rank has of a tensor: "[b, s/2, 32]"."""
+    sizes = [size_text(n) for n in facts.shape]
+    if facts.placement.is_shard:
+        dim, size = facts.placement.dim, facts.shape[facts.placement.dim]
+        sizes[dim] = str(-(-int(size) // tp)) if size.is_number else f"{sizes[dim]}/{tp}"
+    return f"[{', '.join(sizes)}]"
 
 
 def _note(node: fx.Node) -> str:

@@ -87,12 +87,12 @@ class GPT2Block(nn.Module):
         b, s = x.shape[0], x.shape[1] * 2  # x has 1/2 of s
         h = F.layer_norm(x, (32,), summed(self.ln_1.weight), summed(self.ln_1.bias), eps=1e-05)
         h = all_gather(h, dim=1, axis="tp")  # Shard(1) → Replicate; backward: reduce-scatter
+        q = h @ local(self.attn.c_attn._weight_0) + local(self.attn.c_attn._bias_0)
+        q = q.reshape(b, s, 2, 8).transpose(1, 2)
         k = h @ local(self.attn.c_attn._weight_1) + local(self.attn.c_attn._bias_1)
         k = k.reshape(b, s, 2, 8).transpose(1, 2)
         v = h @ local(self.attn.c_attn._weight_2) + local(self.attn.c_attn._bias_2)
         v = v.reshape(b, s, 2, 8).transpose(1, 2)
-        q = h @ local(self.attn.c_attn._weight_0) + local(self.attn.c_attn._bias_0)
-        q = q.reshape(b, s, 2, 8).transpose(1, 2)
         attn = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3535533905932738)
         attn = attn.transpose(1, 2).reshape(b, s, 16)
         attn = attn @ local(self.attn.c_proj.weight)  # row-parallel → Partial

@@ -109,7 +109,7 @@ class Model(nn.Module):
             parameter(self, "lm_head.weight", (97, 64), shard=1)
 
     def forward(self, *received, input_ids, labels):
-        cos, sin = self._tables(input_ids.shape[0], input_ids.shape[1], input_ids.device)
+        cos, sin = self._tables(input_ids.shape[1], input_ids.device)
         if self._first:
             x = self._prologue(input_ids)
         else:
@@ -120,7 +120,7 @@ class Model(nn.Module):
             return self._epilogue(x, labels)
         return x
 
-    def _tables(self, b, s, device):
+    def _tables(self, s, device):
         """What layers read that depends on no parameter: every stage makes its own."""
         positions = torch.arange(s, device=device).unsqueeze(0).unsqueeze(2).to(torch.float32)
         angles = positions * self.model.rotary_emb.inv_freq

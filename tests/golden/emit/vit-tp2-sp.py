@@ -66,11 +66,11 @@ class ViTLayer(nn.Module):
         parameter(self, "mlp.fc2.weight", (32, 72), shard=1)
         parameter(self, "mlp.fc2.bias", (32,))
 
-    def forward(self, x, mask):  # x: Shard(1)@tp [b, 10/2, 32]
+    def forward(self, x, mask):  # x: Shard(1)@tp [b, 5, 32]
         x = self._attention(x, mask)
         return self._mlp(x)
 
-    def _attention(self, x, mask):  # x: Shard(1)@tp [b, 10/2, 32]
+    def _attention(self, x, mask):  # x: Shard(1)@tp [b, 5, 32]
         b = x.shape[0]
         h = F.layer_norm(
             x,
@@ -92,7 +92,7 @@ class ViTLayer(nn.Module):
         attn = reduce_scatter(attn, dim=1, axis="tp")  # Partial → Shard(1); backward: all-gather
         return attn + summed(self.attention.o_proj.bias) + x
 
-    def _mlp(self, x):  # x: Shard(1)@tp [b, 10/2, 32]
+    def _mlp(self, x):  # x: Shard(1)@tp [b, 5, 32]
         h = F.layer_norm(
             x,
             (32,),
@@ -133,13 +133,13 @@ class Model(nn.Module):
         parameter(self, "classifier.bias", (10,), shard=0)
 
     def forward(self, *, pixel_values, labels):
-        mask = self._tables(pixel_values.shape[0], None, pixel_values.device)
+        mask = self._tables(pixel_values.shape[0], pixel_values.device)
         x = self._prologue(pixel_values)
         for layer in self.vit.layers.children():
             x = layer(x, mask)
         return self._epilogue(x, labels)
 
-    def _tables(self, b, s, device):
+    def _tables(self, b, device):
         """What layers read that depends on no parameter: every stage makes its own."""
         mask = torch.arange(10, device=device).unsqueeze(0).unsqueeze(1).unsqueeze(3) >= 0
         return mask.expand(b, 1, 10, 10)
@@ -159,7 +159,7 @@ class Model(nn.Module):
         x = all_to_all(x, from_dim=2, to_dim=1, axis="tp")
         return x + local(self.vit.embeddings.position_embeddings)
 
-    def _epilogue(self, x, labels):  # x: Shard(1)@tp [b, 10/2, 32]
+    def _epilogue(self, x, labels):  # x: Shard(1)@tp [b, 5, 32]
         """What runs after the last layer: this micro-batch's share of the mean loss."""
         x = F.layer_norm(
             x, (32,), summed(self.vit.layernorm.weight), summed(self.vit.layernorm.bias), eps=1e-12
