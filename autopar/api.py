@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,42 +16,32 @@ import torch
 from torch import nn
 
 from .compiler import compile_program, prepare
-from .cost_models.describe import describe
 from .cost_models.hardware import Cluster
-from .cost_models.layer_costs import ModelCosts
 from .cost_models.opaque import opaque_note
 from .cost_models.step_time import Estimate
 from .emit.emission import Predicted
 from .emit.load import load_source
 from .emit.project import save_project, save_tensors
 from .emit.source import model_source
-from .errors import InfeasibleError, PlanError
+from .errors import PlanError
 from .ir.graph import B, Program, S
 from .ir.unread import unread_note
 from .parity import Parity
-from .placement import Strategy
-from .plan import Plan, Solution
+from .plan import Plan
 from .progress import progress
 from .request import Job, OptimizerLike, make_job
-from .rules import Axis
-from .rules.data_axis import data_types
 from .search.explain import explain, plan_table
 from .search.explain import why_not as why_slower
-from .search.intra_op import solve
-from .search.layouts import LAYOUTS, Layout, position_rows, replicated, why_not
-from .search.op_costs import TimeCosts
-from .search.search import SearchResult, search
-from .search.space import Pins, divisors
+from .search.job import Solutions, illegal_sizes, search_job, solve_layouts, tp_sizes
+from .search.layouts import LAYOUTS
+from .search.search import SearchResult
+from .search.space import Pins
 from .search.unknown_ops import warn_unknown
 from .trace.initialise import Weights, weights_of
 from .trace.layers import class_names
 from .trace.opaque import opaque_modules
 from .verification.folder import keep_original
 from .verification.program import verify_plan
-
-_LEAST_SHARDED = 0.5
-
-Solutions = Mapping[tuple[int, str], Solution]
 
 
 def parallelize(
@@ -88,14 +78,14 @@ def parallelize(
     with progress(f"tracing {job.name}"):
         program = prepare(job.model, job.inputs, job.precision, job.batch_norm)
     chosen = _pins(pins)
-    illegal = _illegal(program, job, chosen)
+    illegal = illegal_sizes(program, job, chosen)
     warn_unknown(program, {B: 1, S: job.sequence})
     layouts = [layout for layout in LAYOUTS if sequence_parallel is None or layout.name == _named(sequence_parallel)]
-    sizes = [tp for tp in _sizes(job, chosen) if tp not in illegal]
+    sizes = [tp for tp in tp_sizes(job, chosen) if tp not in illegal]
     with progress(f"solving the placements for tp = {', '.join(map(str, sizes))}"):
         solutions, unsolved = solve_layouts(program, job, sizes, layouts)
     with progress("searching the plans"):
-        result = _search(job, program, solutions, chosen, illegal | unsolved)
+        result = search_job(job, program, solutions, chosen, illegal | unsolved)
     return Parallelized(job, program, solutions, result)
 
 
@@ -148,13 +138,13 @@ class Parallelized:
     def compare(self, sequence_parallel: bool | None = None, **pins: Any) -> str:
         """What if: the best plan with these pins beside the chosen one."""
         chosen = _pins(pins)
-        illegal = _illegal(self.program, self.job, chosen)
+        illegal = illegal_sizes(self.program, self.job, chosen)
         solutions = {
             key: s
             for key, s in self.solutions.items()
             if sequence_parallel is None or key[1] == _named(sequence_parallel)
         }
-        other = _search(self.job, self.program, solutions, chosen, illegal)
+        other = search_job(self.job, self.program, solutions, chosen, illegal)
         both = replace(self.result, best=(self.result.chosen, other.chosen))
         return f"{replace(self, result=both)}\n{why_slower(other.chosen, self.result.chosen)}"
 
@@ -218,72 +208,6 @@ class Parallelized:
         estimate = self.estimate
         peak = self.job.cluster.hardware.peak(plan.precision)
         return Predicted(estimate.step_time_s, 3 * flops, peak, estimate.peak_bytes, estimate.mfu)
-
-
-def solve_layouts(
-    program: Program, job: Job, sizes: Sequence[int], layouts: Sequence[Layout]
-) -> tuple[dict[tuple[int, str], Solution], dict[int, str]]:
-    """The solutions of the intra-op search for each tp size, equal ones once; and why some sizes have none."""
-    values = {B: 1, S: job.sequence}
-    found: dict[tuple[int, str], Solution] = {}
-    unsolved: dict[int, str] = {}
-    for tp in sizes:
-        if tp == 1:
-            found[1, ""] = replicated(program)
-            continue
-        costs = TimeCosts(job.cluster.hardware, job.precision, tp, values)
-        seen: list[Mapping[str, Mapping[str, Strategy]]] = []
-        for layout in layouts:
-            try:
-                solution = solve(program, Axis("tp", tp, sequence=layout.sequence, values=values), costs, layout)
-            except InfeasibleError as error:
-                unsolved[tp] = str(error)
-                continue
-            if solution.strategies not in seen:
-                seen.append(solution.strategies)
-                found[tp, layout.name] = solution
-    solved = {tp for tp, _ in found}
-    return found, {tp: reason for tp, reason in unsolved.items() if tp not in solved}
-
-
-def _search(job: Job, program: Program, solutions: Solutions, pins: Pins, illegal: Mapping[int, str]) -> SearchResult:
-    values = {B: 1, S: job.sequence}
-    models: dict[int, list[ModelCosts]] = {}
-    for (tp, _), solution in solutions.items():
-        models.setdefault(tp, []).append(describe(program, solution, values))
-    for tp in set(models) - {1}:
-        # A solution that divides little of the work is a smaller tp with idle ranks.
-        divided = [costs for costs in models[tp] if costs.sharded_fraction >= _LEAST_SHARDED]
-        if divided or tp != pins.tp:
-            models[tp] = divided
-    models = {tp: costs for tp, costs in models.items() if costs}
-    return search(
-        models, job.cluster, global_batch=job.global_batch, sequence=job.sequence, budget_bytes=job.budget_bytes,
-        precision=job.precision, optimizer=job.optimizer, pins=pins, illegal_tp=illegal,
-        coupling=data_types(program).coupling,
-    )  # fmt: skip
-
-
-def _sizes(job: Job, pins: Pins) -> list[int]:
-    """tp sizes worth a look: divisors of the cluster inside one node, unless pinned."""
-    if pins.tp is not None:
-        return [pins.tp]
-    return [t for t in divisors(job.cluster.gpus) if t <= job.cluster.hardware.gpus_per_node]
-
-
-def _illegal(program: Program, job: Job, pins: Pins) -> dict[int, str]:
-    values = {B: 1, S: job.sequence}
-    low, high = program.sequence_range
-    if not low <= job.sequence <= high:
-        raise PlanError(f"sequence={job.sequence}: the model's forward allows {low} to {high} (a branch on the length)")
-    if (rows := position_rows(program)) is not None and rows < job.sequence:
-        raise PlanError(f"sequence={job.sequence}: the model's table of positions has {rows} rows; use at most {rows}")
-    reasons = {tp: why_not(program, tp, values) for tp in _sizes(job, pins) if tp > 1}
-    if pins.tp is not None and reasons.get(pins.tp):
-        nodes = range(1, job.cluster.hardware.gpus_per_node + 1)
-        legal = ", ".join(str(tp) for tp in nodes if why_not(program, tp, values) is None)
-        raise PlanError(f"tp={pins.tp}: {reasons[pins.tp]}: use one of tp={legal}, or leave tp free")
-    return {tp: reason for tp, reason in reasons.items() if reason is not None}
 
 
 def _pins(pins: Mapping[str, Any]) -> Pins:

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from .errors import PlanError
 from .ir.graph import B, Program, S
 from .ir.text import program_text
+from .ir.units import read_elsewhere
 from .passes import PASSES, PREPARE, Pass
 from .plan import Plan
 from .rules import Axis
@@ -64,7 +66,21 @@ def compile_program(program: Program, plan: Plan) -> Program:
         if _DATA_CONVERTED_FROM in done and plan.mesh.dp > 1:
             check_data_axis(program)
         _dump(number, step, before, program)
+    _check_units(program, plan)
     return program
+
+
+def _check_units(program: Program, plan: Plan) -> None:
+    """PlanError where a layer's parameter is read where it is not: on another stage, or in shards."""
+    for name, layer, reader in read_elsewhere(program):
+        if set(program.stage_of_call(layer)) != set(program.stage_of_call(reader)):
+            raise PlanError(
+                f"pp={plan.mesh.pp}: {name} is read outside its layer, on a stage that has it not: use pp=1"
+            )
+        if plan.zero == 3 and plan.mesh.dp > 1:
+            raise PlanError(
+                f"zero=3: {name} is read outside its layer, where ZeRO-3 has only shards: use zero=0, 1 or 2"
+            )
 
 
 def _dump(number: int, step: Pass, before: Program, after: Program) -> None:

@@ -32,8 +32,7 @@ from ..plan import Solution
 from ..rules import Axis, rule_of, strategies
 from .layouts import FREE, Layout
 from .op_costs import Costs
-
-Unit = str  # the key of a decision: "block:node", or of the parameter or value that placeholders share
+from .sharing import Unit, shared_units, value_groups
 
 
 def solve(program: Program, axis: Axis, costs: Costs, layout: Layout = FREE) -> Solution:
@@ -57,8 +56,8 @@ class _Search:
     conversions: dict[tuple[Unit, Placement, Placement, str], int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.groups = _value_groups(self.program)
-        self.shared = _shared_units(self.program, self.groups)
+        self.groups = value_groups(self.program)
+        self.shared = shared_units(self.program, self.groups)
 
     def solution(self) -> Solution:
         blocks = [b for b in self.program.blocks.values() if self.program.count(b.name)]
@@ -246,38 +245,3 @@ def legal_conversion(facts: NodeInfo, source: Placement, target: Placement, axis
     if source.is_shard and target.is_shard and source.dim == target.dim:
         return False
     return all(axis.even(facts.shape[p.dim]) for p in (source, target) if p.is_shard)
-
-
-def _shared_units(program: Program, groups: Mapping[str, Unit]) -> dict[tuple[str, str], Unit]:
-    """(block, placeholder) → the decision it shares: a parameter's by name, or a value's passed between blocks."""
-    shared: dict[tuple[str, str], Unit] = {}
-    for block in program.blocks.values():
-        if not program.count(block.name):
-            continue
-        call = program.call_of(block.name)
-        for node in block.placeholders():
-            facts = info(node)
-            if facts.role is Role.PARAMETER:
-                name = call.full_name(facts.ref)
-                shared[block.name, node.name] = f"parameter:{program.tied.get(name, name)}"
-            elif facts.role is Role.VALUE:
-                shared[block.name, node.name] = groups[call.inputs[int(facts.ref)]]
-    return shared
-
-
-def _value_groups(program: Program) -> dict[str, Unit]:
-    """Value name → its group: values that meet at one placeholder, or leave one result, share a placement."""
-    parent: dict[str, str] = {}
-
-    def find(name: str) -> str:
-        while parent.setdefault(name, name) != name:
-            name = parent[name]
-        return name
-
-    meeting: dict[tuple[str, str, int], str] = {}
-    for call in program.calls:
-        for kind, names in (("in", call.inputs), ("out", call.outputs)):
-            for i, name in enumerate(names):
-                first = meeting.setdefault((call.block, kind, i), name)
-                parent[find(name)] = find(first)
-    return {name: f"value:{find(name)}" for name in list(parent)}

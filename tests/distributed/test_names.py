@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch as t
 from torch import Tensor, nn
@@ -28,7 +30,7 @@ class Shadowing(nn.Module):
 
 
 @pytest.mark.parametrize("plan", [{"dp": 2, "micro_batch": 3}, {"pp": 2, "recompute": "all"}, {"tp": 2}], ids=str)
-def test_inputs_do_not_hide_the_modules_of_their_name(plan: dict[str, int]) -> None:
+def test_inputs_do_not_hide_the_modules_of_their_name(plan: dict[str, Any]) -> None:
     t.manual_seed(0)
     data = [{"F": t.randn(12, 8).double(), "torch": t.randint(8, (12,)), "nn": t.randn(12).double()} for _ in range(5)]
     model = Shadowing().double()

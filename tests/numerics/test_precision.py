@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +40,7 @@ def test_rope_tables_are_made_in_fp32_in_a_bf16_program() -> None:
     def tables(rank: int) -> list[Tensor]:
         trainer = Trainer(program, values(model), device="cpu")
         assert trainer.model.model.rotary_emb.inv_freq.dtype is torch.float32  # type: ignore[union-attr]
-        return [table.detach() for table in trainer.model._tables(1, 300, "cpu")]  # type: ignore[operator]
+        return [table.detach() for table in trainer.model._tables(300, "cpu")]  # type: ignore[operator]
 
     (made,) = run_ranks(1, tables)
     hidden = torch.zeros(1, 300, 8, dtype=torch.bfloat16)
@@ -99,7 +100,7 @@ def test_t8_an_fp32_island_stays_fp32() -> None:
     """T8: the emitted program casts where the author's region without autocast does, and nowhere else."""
     torch.manual_seed(0)
     model = Island().bfloat16()
-    batch = {name: torch.randn(2, 8).bfloat16() for name in ("x", "target")}
+    batch: dict[str, Any] = {name: torch.randn(2, 8).bfloat16() for name in ("x", "target")}
     program = one_process(model, batch, 1, Optimizer())
 
     def loss(rank: int) -> float:
