@@ -149,6 +149,7 @@ def _parallelized(args: argparse.Namespace) -> Parallelized:
         global_batch=args.global_batch,
         precision=args.precision,
         optimizer=(args.optimizer or "AdamW", {} if args.lr is None else {"lr": args.lr}),
+        batch_norm=args.batch_norm,
         sequence_parallel=args.sequence_parallel,
         forbid=_forbidden(args.forbid),
         **{name: getattr(args, name) for name in _PINS},
@@ -176,6 +177,7 @@ def _of_plan(args: argparse.Namespace, plan: Plan) -> Parallelized:
         global_batch=plan.global_batch,
         precision=plan.precision,
         optimizer=(plan.optimizer.name, plan.optimizer.kwargs),
+        batch_norm=args.batch_norm,
         sequence_parallel=_LAYOUTS.get(plan.solution.name),
         **{name: getattr(plan.mesh, name) for name in ("pp", "dp", "tp")},
         **{name: getattr(plan, name) for name in ("zero", "micro_batch", "schedule", "recompute")},
@@ -242,6 +244,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     job("--precision", choices=PRECISIONS, help="default: bf16, fp32 on a CPU")
     job("--optimizer", metavar="NAME", help="an elementwise torch.optim class (default: AdamW)")
     job("--lr", type=float, help="learning rate (default: the optimizer's)")
+    batch_norm = "of all replicas' samples, in one micro-batch (default: refuse)"
+    job("--batch-norm", choices=("refuse", "synchronise"), default="refuse", help=batch_norm)
     pins = parser.add_argument_group("choices to fix").add_argument
     for name, what in (("pp", "pipeline stages"), ("dp", "replicas"), ("tp", "tensor-parallel ranks")):
         pins(f"--{name}", type=int, metavar="N", help=what)

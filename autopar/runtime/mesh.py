@@ -1,6 +1,6 @@
 """The device mesh: which rank is which stage, replica and shard.
 
-The current mesh is the runtime's only module state, as torch.distributed's default group is.
+The current mesh is module state, as torch.distributed's default group is.
 """
 
 from __future__ import annotations

@@ -127,7 +127,8 @@ class LeftOut:
         """Every rank calls, after a step's gradients are summed."""
         if not self._flag:
             return
-        reached = {self._original(self._paths[holder] + name) for holder, name in _reached}
+        own = [(self._paths[holder], name) for holder, name in _reached if holder in self._paths]
+        reached = {self._original(path + name) for path, name in own}
         _reached.clear()
         flags = torch.tensor([name in reached for name in self._flag], dtype=torch.int32, device=mesh.device)
         if mesh.settings.world_size > 1:

@@ -77,6 +77,7 @@ class Trainer:
         self._count_targets = getattr(program, "count_targets", None)
         if saved:
             self.steps = checkpoint.load(saved, self.parameters, self.optimizer, self.names, self.buffers)
+            seed_generators(seed + self.steps, self.mesh)  # not the dropout masks of the first steps again
 
     def step(self, batch: Batch) -> StepResult:
         """Train on this replica's samples of one global batch: [global_batch / dp, ...] a tensor.
