@@ -152,7 +152,9 @@ class Trainer:
         counts = self._count_targets(**{name: batch[name] for name in wanted})
         for i, count in enumerate(counts if isinstance(counts, tuple) else (counts,), 1):
             if self.mesh.size("dp") > 1:
-                dist.all_reduce(count, group=self.mesh.group("dp"))
+                total = count.double()  # a sum of half-precision masks would be rounded at every rank
+                dist.all_reduce(total, group=self.mesh.group("dp"))
+                count = total.to(count.dtype)
             setattr(self.model, f"_count_{i}" if i > 1 else "_count", count)
 
     def _totals(self, loss: Tensor) -> StepResult:
