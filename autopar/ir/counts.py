@@ -27,7 +27,6 @@ class Counts:
         self._copies: dict[fx.Node, fx.Node] = {}
         self._made: dict[Hashable, fx.Node] = {}
         self._results: list[fx.Node] = []
-        self._first = next(node for node in graph.nodes if node.op != "placeholder")
 
     def of(self, value: fx.Node) -> fx.Node:
         """The sum over micro-batches and ranks of a value that depends on inputs only."""
@@ -64,7 +63,8 @@ class Counts:
     def _placeholder(self, share: fx.Node, facts: NodeInfo) -> fx.Node:
         name = f"_count_{len(self._results) + 1}" if self._results else "_count"
         self._results.append(share)
-        with self._of.inserting_before(self._first):
+        first = next(node for node in self._of.nodes if node.op != "placeholder")  # a pass may have replaced others
+        with self._of.inserting_before(first):
             count = self._of.placeholder(name)
         return set_info(count, NodeInfo(facts.shape, facts.dtype, role=Role.BUFFER, ref=name))
 

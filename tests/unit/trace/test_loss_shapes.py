@@ -1,4 +1,4 @@
-"""Models of one layer and a loss: what the trace says of them, and what the prepared program computes."""
+"""Models of one layer and a loss: what the prepared program computes is what they compute."""
 
 from collections.abc import Callable
 
@@ -56,3 +56,17 @@ def test_one_sample_keeps_its_dim_where_the_author_squeezes() -> None:
     program = prepare(model, {"x": x, "labels": t}, "fp64")
     one = F.binary_cross_entropy_with_logits(model.head(x[:1]).squeeze(-1), t[:1])
     torch.testing.assert_close(run_program(program, model, {"x": x[:1], "labels": t[:1]}), one)
+
+
+def test_what_forward_counts_first() -> None:
+    class Standardised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(6, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.head(x - x.mean(0)).square().mean()
+            return result
+
+    model, inputs = Standardised().double(), {"x": torch.randn(4, 6, dtype=torch.float64)}
+    torch.testing.assert_close(run_program(prepare(model, inputs, "fp64"), model, inputs), model(**inputs))
