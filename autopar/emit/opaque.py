@@ -26,7 +26,9 @@ def opaque_call(op: Op) -> Text:
         op.take(used)
     own = tensors[given:]
     for node in own:
-        if info(node).role not in (Role.PARAMETER, Role.BUFFER) or info(node).placement != REPLICATE:
+        if info(node).role not in (Role.PARAMETER, Role.BUFFER):
+            raise PlanError(f"{name} cannot be traced, and several layers share it: give each layer one of its own")
+        if info(node).placement != REPLICATE:
             raise PlanError(f"{info(node).ref} of {name}, which is kept whole, is not whole on each GPU: use tp=1")
     arguments = ", ".join([_holder(info(op.node).module) if own else "self", *map(op.show, tensors[:given])])
     return Text(f'OPAQUE["{name}"]({arguments})', imports=frozenset({"opaque.OpaqueModules"}))

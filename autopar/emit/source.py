@@ -53,10 +53,8 @@ def _count_function(e: Emission) -> list[str]:
     body = e.body(block, names, called=counts)
     given, own = ", ".join(inputs), ", ".join(names.values())
     several = len(body.results) > 1
-    doc = (
-        "These samples' share of _count, _count_2, …" if several else "The number of terms in the loss of these samples"
-    )
-    lines = [f"def count_targets({given}):", f'    """{doc}."""']
+    doc = "What these samples add to _count, _count_2, …" if several else "The number of terms in the loss of these samples."
+    lines = [f"def count_targets({given}):", f'    """{doc}"""']
     if given != own:  # an input called `F` would hide the module of that name
         lines += [f"    return _counted({given})", "", "", f"def _counted({own}):"]
     return ["\n".join([*lines, *(f"    {line}" for line in body.returned())])]

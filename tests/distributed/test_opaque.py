@@ -103,6 +103,15 @@ def test_a_module_that_couples_samples_is_refused_on_the_data_axis_by_name() -> 
             coupled.source(plan)
 
 
+def test_a_module_kept_whole_that_layers_share_is_refused_by_name() -> None:
+    model: Any = OpaqueModel(Squash)
+    for block in model.blocks:
+        block.inner = model.blocks[0].inner
+    shared = subject(model, torch.float64)
+    with pytest.raises(PlanError, match="inner cannot be traced, and several layers share it"):
+        shared.source(shared.plan(dp=2, micro_batch=6))
+
+
 def test_a_saved_program_finds_its_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_modules.py").write_text(
         "from tests.distributed.opaque_models import Squash\n\n\nclass Mine(Squash): ...\n"
