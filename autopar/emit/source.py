@@ -52,8 +52,9 @@ def _count_function(e: Emission) -> list[str]:
     counts = {n: f"count_{i}" if i > 1 else "count" for i, n in enumerate(block.results, 1)}
     body = e.body(block, names, called=counts)
     given, own = ", ".join(inputs), ", ".join(names.values())
-    several = len(body.results) > 1
-    doc = "What these samples add to _count, _count_2, …" if several else "The number of terms in the loss of these samples."
+    doc = "The number of terms in the loss of these samples."
+    if len(body.results) > 1:
+        doc = "What these samples add to _count, _count_2, …"
     lines = [f"def count_targets({given}):", f'    """{doc}"""']
     if given != own:  # an input called `F` would hide the module of that name
         lines += [f"    return _counted({given})", "", "", f"def _counted({own}):"]
