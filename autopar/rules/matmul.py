@@ -29,9 +29,9 @@ def _matmul(node: fx.Node) -> Rule:
 def _einsum(node: fx.Node) -> Rule:
     """Letters are factors; one that is absent from the result is summed over; `...` stands for leading dims."""
     equation, operands = str(node.args[0]).replace(" ", ""), node_inputs(node)
-    left, _, right = equation.partition("->")
+    left, arrow, right = equation.partition("->")
     terms = left.split(",")
-    if not _:  # the implicit form: letters that occur once, in order
+    if not arrow:  # the implicit form: letters that occur once, in order
         right = "".join(sorted(c for c in set(left) - {",", "."} if left.count(c) == 1))
         right = ("..." if "..." in left else "") + right
     result = info(node).shape

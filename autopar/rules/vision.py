@@ -75,7 +75,7 @@ def _by_channel(node: fx.Node) -> Rule:
     spatial = _SPATIAL[target]
     inputs: Dims = (*(f"d{i}" for i in range(source - spatial)), *([None] * spatial))
     output: Dims = (*(f"d{i}" for i in range(result - spatial)), *([None] * spatial))
-    linear = node.target in _MEANS or node.target not in _POOLS
+    linear = node.target not in _MAXIMA
     return Rule((inputs,), output, linear=(frozenset({0}),) if linear else (), saves=() if linear else (0,))
 
 
@@ -87,11 +87,7 @@ def _spread(node: fx.Node) -> Rule:
 
 
 _TRANSPOSED = {aten.conv_transpose1d.default, aten.conv_transpose2d.input}
-_MEANS = {
-    aten.avg_pool1d.default, aten.avg_pool2d.default, aten.adaptive_avg_pool1d.default,
-    aten.adaptive_avg_pool2d.default,
-}  # fmt: skip
-_POOLS = {*_MEANS, aten.max_pool1d.default, aten.max_pool2d.default}
+_MAXIMA = {aten.max_pool1d.default, aten.max_pool2d.default}
 _SPATIAL = {
     aten.avg_pool1d.default: 1, aten.max_pool1d.default: 1, aten.adaptive_avg_pool1d.default: 1,
     aten.avg_pool2d.default: 2, aten.max_pool2d.default: 2, aten.adaptive_avg_pool2d.default: 2,
