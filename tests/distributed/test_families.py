@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from autopar.rules.data_axis import data_types
 from autopar.search.layouts import MEGATRON_SP
 from tests.distributed.families import family
-from tests.distributed.programs import assert_parity
+from tests.distributed.programs import GLOBAL_BATCH, assert_parity
 from tests.zoo import FAMILIES
 
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -36,8 +37,13 @@ QUICK = {
     ("name", "strategy"), [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in CASES]
 )
 def test_family(name: str, strategy: str) -> None:
-    subject = family(name, torch.float64)
-    assert_parity(subject, subject.plan(**STRATEGIES[strategy]))
+    """ResNet's batch norm is synchronised: then the batch of a step is one micro-batch."""
+    subject, options = family(name, torch.float64), STRATEGIES[strategy]
+    coupled = data_types(subject.program).coupling is not None
+    assert coupled == (name == "resnet")
+    if coupled:
+        options = {**options, "micro_batch": GLOBAL_BATCH // options.get("dp", 1), "schedule": "gpipe"}
+    assert_parity(subject, subject.plan(**options))
 
 
 @pytest.mark.parametrize("name", SKIPS)
