@@ -149,7 +149,11 @@ class _Boundary:
 
     def told(self) -> str:
         key = f"boundary/{dist.get_rank()}"
-        return bytes(self._store.get(key)).decode() if self._store.check([key]) else ""
+        if not self._store.check([key]):
+            return ""
+        fault = bytes(self._store.get(key)).decode()
+        self._store.delete_key(key)  # another Trainer of this process is not to hear it
+        return fault
 
 
 def _contiguous(values: Any) -> Any:

@@ -286,6 +286,18 @@ def test_layers_that_are_children_of_the_model(plan: str) -> None:
     assert_parity(model, model.plan(**PLANS[plan]))
 
 
+def test_a_batch_of_other_inputs_is_refused_by_name() -> None:
+    model = gpt(FP64, 2)
+    source = model.source(model.plan())
+
+    def refuse(rank: int) -> None:
+        batch = batches(1)[0]
+        with pytest.raises(ValueError, match="the batch has ids, labels, but this program takes input_ids, labels"):
+            trainer_of(source, model.weights).step({"ids": batch["input_ids"], "labels": batch["labels"]})
+
+    run_ranks(1, refuse)
+
+
 @pytest.mark.parametrize(
     ("samples", "sequence", "shapes"), [(6, 16, r"input_ids \[6, 16\], labels \[6, 16\]"), (12, 8, r"\[12, 8\]")]
 )
