@@ -138,7 +138,7 @@ class Trainer:
         planned = self.settings
         forward = inspect.signature(self.model.forward).parameters.values()
         taken = [p.name for p in forward if p.kind is p.KEYWORD_ONLY]
-        if batch.keys() != set(taken):
+        if taken and batch.keys() != set(taken):
             raise ValueError(f"the batch has {', '.join(batch)}, but this program takes {', '.join(taken)}")
         samples, length = planned.global_batch // planned.dp, planned.sequence
         lengths = [x.shape[1] for x in batch.values() if x.dim() == 2 and not x.is_floating_point()]

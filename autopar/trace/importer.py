@@ -290,10 +290,8 @@ class Importer:
 def _aliases(model: nn.Module) -> dict[str, str]:
     """Each parameter name → the first name of the same tensor (itself where not tied)."""
     first: dict[int, str] = {}
-    return {
-        name: first.setdefault(id(parameter), name)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-    }
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: first.setdefault(id(parameter), name) for name, parameter in named}
 
 
 def _module(node: fx.Node) -> str:

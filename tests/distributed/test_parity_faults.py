@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.emit.load import load_source
-from autopar.errors import TraceError
 from autopar.runtime.trainer import Trainer
 from autopar.search.layouts import MEGATRON_SP
 from tests import models
@@ -292,11 +291,12 @@ def test_t5_one_block_used_three_times(options: dict[str, Any]) -> None:
     assert errors.worst <= 1e-9, errors
 
 
-def test_t5_layers_that_share_only_some_parameters_are_refused() -> None:
+@pytest.mark.parametrize("options", [{}, {"tp": 2}, {"pp": 2}, {"dp": 2, "zero": 3, "micro_batch": 3}], ids=str)
+def test_t5_layers_that_share_only_some_parameters(options: dict[str, Any]) -> None:
     model = Scaled()
     model.layers[2].up = model.layers[0].up
-    with pytest.raises(TraceError, match="layers.2 shares layers.2.up.weight with layers.0.up.weight"):
-        subject(model, FP64)
+    shared = subject(model, FP64)
+    assert_parity(shared, shared.plan(**options))
 
 
 @cache

@@ -30,7 +30,7 @@ def job(model: Any = Net, gpus: int | Cluster | None = 2, **options: Any) -> Job
     defaults: dict[str, Any] = dict.fromkeys(
         ("gpu", "memory", "loss", "sequence", "global_batch", "optimizer", "precision"), None
     )
-    return make_job(model, gpus, **{**defaults, "inputs": {"input_ids": IDS}, **options})
+    return make_job(model, gpus, **{**defaults, "batch_norm": "refuse", "inputs": {"input_ids": IDS}, **options})
 
 
 def test_defaults_are_said_aloud() -> None:

@@ -99,11 +99,11 @@ COPY = '        h = copy_to(h, axis="tp")  # forward: nothing; backward: all-red
 WRONG: dict[str, tuple[Callable[[str], str], set[str]]] = {
     "a copy_to less": (lambda text: text.replace(COPY, "", 1), {"gradients", "norm", "weights"}),
     "loss scaled": (
-        lambda text: text.replace("loss / self._count", "loss / self._count * 1.001"),
+        lambda text: text.replace("/ self._count", "/ self._count * 1.001"),
         {"loss", "gradients", "norm"},
     ),
     "loss NaN": (
-        lambda text: text.replace("loss / self._count", 'loss / self._count * float("nan")'),
+        lambda text: text.replace("/ self._count", '/ self._count * float("nan")'),
         {"loss", "gradients", "norm", "weights"},
     ),
 }

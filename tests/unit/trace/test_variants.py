@@ -53,9 +53,11 @@ def test_a_variant_plans_on_meta(name: str, tmp_path: Path) -> None:
     assert result.plan.mesh.world_size <= 8 and result.estimate.step_time_s > 0
     (tmp_path / "model.py").write_text(result.source())
     py_compile.compile(str(tmp_path / "model.py"), doraise=True)
-    assert not result.program.opaque
+    kept_whole = {"mlp.experts"} if name.startswith("gpt_oss") else set()  # experts with biases and their own gate
+    assert result.program.opaque.keys() == kept_whole
     assert len(result.program.layer_calls) >= 4
-    _check_against_eager(result.program, family)
+    if not kept_whole:  # what is kept whole runs in emitted programs only: tests/distributed/test_moe.py trains it
+        _check_against_eager(result.program, family)
 
 
 @pytest.mark.slow
