@@ -1,12 +1,25 @@
-"""Arguments of an op by the names of its schema."""
+"""What torch says of an op: the arguments of its schema, and its tags."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 
 from ..ir.graph import arguments
+
+
+def is_torch_op(target: Any) -> bool:
+    """Whether a target is an op of torch, with schema and tags."""
+    return isinstance(target, torch._ops.OpOverload)  # private path: its class has no public name
+
+
+def is_tagged(target: Any, tag: torch.Tag) -> bool:
+    """Whether torch tags an op so, one with one result that writes no memory."""
+    if not is_torch_op(target) or tag not in target.tags:
+        return False
+    return not target._schema.is_mutable and len(target._schema.returns) == 1
 
 
 def option(node: fx.Node, name: str, default: Any = None) -> Any:

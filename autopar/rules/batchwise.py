@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from ..ir.graph import B, S, Shape, info, node_inputs
+from .arguments import is_torch_op
 
 _SIZES: tuple[dict[sympy.Symbol, int], ...] = ({B: 4, S: 6}, {B: 6, S: 4})
 _SAMPLES_ONLY = (torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
@@ -26,7 +27,7 @@ def is_batchwise(node: fx.Node) -> bool:
     """Whether an op of torch passes the batch on dim 0 of its result, and of each operand that has it."""
     operands = [info(n) for n in node_inputs(node)]
     target: Any = node.target
-    if not isinstance(target, torch._ops.OpOverload) or any(tag in target.tags for tag in _SAMPLES_ONLY):
+    if not is_torch_op(target) or any(tag in target.tags for tag in _SAMPLES_ONLY):
         return False
     if not all(_on_dim_0(o.shape) for o in [*operands, info(node)]) or not _has_batch(info(node).shape):
         return False

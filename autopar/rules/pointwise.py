@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from ..ir.graph import info, node_inputs
+from .arguments import is_tagged
 from .factor import Rule, RuleMaker, aligned
 
 aten = torch.ops.aten
@@ -95,10 +96,8 @@ RULES: dict[object, RuleMaker] = {
 
 
 def is_pointwise(target: Any) -> bool:
-    """Whether torch tags an op as elementwise, with one result and no memory written."""
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags:
-        return False
-    return not target._schema.is_mutable and len(target._schema.returns) == 1
+    """Whether torch tags an op as elementwise."""
+    return is_tagged(target, torch.Tag.pointwise)
 
 
 def pointwise(node: fx.Node) -> Rule:

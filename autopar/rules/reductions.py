@@ -9,7 +9,7 @@ from torch import fx
 
 from ..ir.graph import info, node_inputs
 from ..ir.results import RESULT_OF, RESULTS
-from .arguments import dims_of, option
+from .arguments import dims_of, is_tagged, option
 from .factor import Dims, Rule, RuleMaker
 
 aten = torch.ops.aten
@@ -31,10 +31,8 @@ def reduction(node: fx.Node) -> Rule:
 
 
 def is_reduction(target: Any) -> bool:
-    """Whether torch tags an op as a reduction, with one result."""
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.reduction not in target.tags:
-        return False
-    return not target._schema.is_mutable and len(target._schema.returns) == 1
+    """Whether torch tags an op as a reduction."""
+    return is_tagged(target, torch.Tag.reduction)
 
 
 def along(node: fx.Node) -> Rule:
