@@ -1,41 +1,36 @@
 """Time and memory of a training step under a plan: prices of blocks → stages → simulated pipeline → step.
 
-    step = pipeline (with data-axis communication that does not hide) + tied gradients + norm, optimizer
-
-When data-axis collectives run, by ZeRO stage (DESIGN §6): 0 and 1 reduce in the last backward, 2 and 3 in
-each; 1 and 2 gather parameters in the first forward, 3 in every forward and every backward.
+step = pipeline (with data-axis communication that does not hide) + tied gradients + norm, optimizer
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from autopar.cost_models.collectives import Group, axis_group, collective_time_s
+from autopar.cost_models.collectives import Group, collective_time_s
 from autopar.cost_models.compute import (
-    BlockPrice,
     ModelPrice,
     StageShape,
     StageTime,
     price_model,
+    stage_blocks,
     stage_shape,
     stage_time,
 )
+from autopar.cost_models.data_parallel import DataTime, data_time
 from autopar.cost_models.hardware import Cluster, Hardware
 from autopar.cost_models.layer_costs import ModelCosts
 from autopar.cost_models.memory import (
     MemoryTerm,
     StageMemory,
-    States,
     ledger,
     optimizer_state_bytes,
-    root_parameters,
     stage_memory,
     total_bytes,
 )
-from autopar.cost_models.overlap import Overlap, gathers, reductions
-from autopar.cost_models.pipeline import in_flight, simulate_one
-from autopar.mesh import Mesh
-from autopar.plan import Optimizer, Plan
+from autopar.cost_models.pipeline import simulate_one
+from autopar.cost_models.setting import Setting, setting_of
+from autopar.plan import Plan
 
 # Reads and writes of foreach (unfused) optimizers over those of a fused one (COST_MODEL 2.1: 1.3-2).
 _FOREACH_TRAFFIC = 1.5
@@ -84,41 +79,6 @@ class Estimate:
     step: tuple[TimeTerm, ...]
 
 
-@dataclass(frozen=True)
-class DataTime:
-    """Data-axis and tp-sync communication of one stage, by when it runs."""
-
-    first_forward: Overlap = Overlap()
-    each_forward: Overlap = Overlap()
-    each_backward: Overlap = Overlap()
-    last_backward: Overlap = Overlap()
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What all stages of a plan share, and what its costs depend on beside the stages themselves."""
-
-    mesh: Mesh
-    micro_batches: int
-    schedule: str
-    zero: int
-    precision: str
-    optimizer: Optimizer
-    hardware: Hardware
-
-    @property
-    def states(self) -> States:
-        shards = self.mesh.dp * self.mesh.cp
-        return States(self.zero, self.micro_batches, shards, self.precision, self.optimizer)
-
-    @property
-    def data_group(self) -> Group:
-        return axis_group(self.mesh, "data", self.hardware.gpus_per_node)
-
-    def in_flight(self, stage: int) -> int:
-        return in_flight(self.schedule, stage, self.mesh.pp, self.micro_batches)
-
-
 def estimate(model: ModelCosts, plan: Plan, cluster: Cluster) -> Estimate:
     """Predict a plan. `model` must be the costs of the plan's tp solution."""
     assert model.tp == plan.mesh.tp, f"costs for tp={model.tp} with a plan for tp={plan.mesh.tp}"
@@ -159,11 +119,6 @@ def estimate_price(price: ModelPrice, plan: Plan, hardware: Hardware) -> Estimat
         stages=stages,
         step=(TimeTerm("pipeline", pipeline_s), *after),
     )
-
-
-def setting_of(plan: Plan, hardware: Hardware) -> Setting:
-    """The plan's choices that its stages share."""
-    return Setting(plan.mesh, plan.accumulation, plan.schedule, plan.zero, plan.precision, plan.optimizer, hardware)
 
 
 def stage_ledger(
@@ -217,81 +172,6 @@ def pipeline_time(
     return max(ends), idle if len(ends) > 1 else 0.0
 
 
-def data_time(price: ModelPrice, shape: StageShape, setting: Setting) -> DataTime:
-    """Communication of a stage over the data axis, and tp's gradient reductions, which no bucket hides."""
-    time, within = _gradient_time(price, shape, setting), Overlap(_values_time_s(price, shape, setting))
-    return replace(time, each_backward=time.each_backward + within)
-
-
-def _values_time_s(price: ModelPrice, shape: StageShape, setting: Setting) -> float:
-    """Seconds of what forward and backward of a micro-batch exchange over dp: values of the whole batch."""
-    group = axis_group(setting.mesh, "dp", setting.hardware.gpus_per_node)
-    blocks = [(block, count) for block, count in _blocks(price, shape) if group.ranks > 1]
-    return sum(n * collective_time_s(c, size, group, setting.hardware) for block, n in blocks for c, size in block.data)
-
-
-def _gradient_time(price: ModelPrice, shape: StageShape, setting: Setting) -> DataTime:
-    sync_s = sum(block.sync_s * count for block, count in _blocks(price, shape))
-    if setting.data_group.ranks == 1:
-        sync = Overlap(sync_s)
-        return DataTime(each_backward=sync) if setting.zero >= 2 else DataTime(last_backward=sync)
-    units = _units(price, shape, setting)
-    share = setting.hardware.overlap
-    forward = gathers([unit.forward_s for unit in units], [unit.gather_s for unit in units], share)
-    backward_s = [unit.backward_s for unit in reversed(units)]
-    reduce_s = [unit.reduce_s for unit in reversed(units)]
-    if setting.zero == 3:
-        # One stream carries this unit's reduction and the next one's gather; the first gather is exposed.
-        gather_s = [unit.gather_s for unit in reversed(units)]
-        queue = [reduce + following for reduce, following in zip(reduce_s, [*gather_s[1:], 0.0], strict=True)]
-        backward = reductions(backward_s, queue, share) + Overlap(gather_s[0] + sync_s)
-        return DataTime(each_forward=forward, each_backward=backward)
-    backward = reductions(backward_s, reduce_s, share) + Overlap(sync_s)
-    if setting.zero == 0:
-        return DataTime(last_backward=backward)
-    if setting.zero == 1:
-        return DataTime(first_forward=forward, last_backward=backward)
-    return DataTime(first_forward=forward, each_backward=backward)
-
-
-@dataclass(frozen=True)
-class _Unit:
-    """One fully_shard unit: computing and communication, in seconds."""
-
-    forward_s: float
-    backward_s: float
-    gather_s: float
-    reduce_s: float
-
-
-def _units(price: ModelPrice, shape: StageShape, setting: Setting) -> list[_Unit]:
-    """The root first (gathered before all, reduced after all), then a unit a layer."""
-    states, group, hardware = setting.states, setting.data_group, setting.hardware
-    reduction = "all_reduce" if setting.zero == 0 else "reduce_scatter"
-
-    def unit(forward_s: float, backward_s: float, parameters: int) -> _Unit:
-        return _Unit(
-            forward_s,
-            backward_s,
-            collective_time_s("all_gather", parameters * states.compute_bytes, group, hardware),
-            collective_time_s(reduction, parameters * states.master_bytes, group, hardware),
-        )
-
-    root, _ = root_parameters(price, shape)
-    first = price.prologue if shape.first else None
-    units = [unit(first.forward.total_s if first else 0.0, first.backward.total_s if first else 0.0, root)]
-    for block, count, again in zip(price.classes, shape.counts, shape.recomputed, strict=True):
-        plain = unit(block.forward.total_s, block.backward.total_s, block.parameters)
-        longer = replace(plain, backward_s=plain.backward_s + plain.forward_s)
-        units += [longer] * again + [plain] * (count - again)
-    return units
-
-
-def _blocks(price: ModelPrice, shape: StageShape) -> list[tuple[BlockPrice, int]]:
-    ends = [(price.prologue, int(shape.first)), (price.epilogue, int(shape.last))]
-    return [*zip(price.classes, shape.counts, strict=True), *ends]
-
-
 def _after_pipeline(price: ModelPrice, shapes: list[StageShape], setting: Setting) -> tuple[TimeTerm, ...]:
     """What every rank does once all stages have ended."""
     hardware, states, mesh = setting.hardware, setting.states, setting.mesh
@@ -299,7 +179,7 @@ def _after_pipeline(price: ModelPrice, shapes: list[StageShape], setting: Settin
     per_state = optimizer_state_bytes(setting.optimizer, setting.precision)
     # Read the gradient twice (norm, update); read and write the weight and each state.
     touched = 4 * states.master_bytes + 2 * per_state
-    parameters = max(sum(block.parameters * count for block, count in _blocks(price, shape)) for shape in shapes)
+    parameters = max(sum(block.parameters * n for block, n, _ in stage_blocks(price, shape)) for shape in shapes)
     rate = hardware.memory_bytes_per_s * hardware.memory_efficiency
     update_s = parameters / shards * touched * _FOREACH_TRAFFIC / rate
     world = Group(mesh.world_size, min(mesh.world_size, hardware.gpus_per_node))

@@ -12,9 +12,11 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from autopar.cost_models.compute import ModelPrice, StageShape, stage_shape, stage_time
+from autopar.cost_models.data_parallel import data_time
 from autopar.cost_models.hardware import Hardware
 from autopar.cost_models.memory import StageMemory, activation_room_bytes, again_bytes, ledger, total_bytes
-from autopar.cost_models.step_time import Setting, data_time, memory_of, stage_ledger
+from autopar.cost_models.setting import Setting
+from autopar.cost_models.step_time import memory_of, stage_ledger
 
 from .recompute import ClassOption, cheapest
 from .space import Choice, Request

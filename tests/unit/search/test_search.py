@@ -11,9 +11,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from autopar.cost_models.compute import ModelPrice, price_model, stage_shape, stage_time
+from autopar.cost_models.data_parallel import data_time
 from autopar.cost_models.hardware import GIB, Cluster, Hardware
 from autopar.cost_models.layer_costs import ModelCosts
-from autopar.cost_models.step_time import data_time, estimate_price, setting_of
+from autopar.cost_models.setting import setting_of
+from autopar.cost_models.step_time import estimate_price
 from autopar.errors import InfeasibleError, PlanError
 from autopar.plan import Optimizer, Plan
 from autopar.search.explain import explain, plan_table
