@@ -34,7 +34,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer pairs: does it run at all")
     quick = parser.parse_args().quick
-    rows = [*world_size_one(2 if quick else PAIRS), *beside_titan(2 if quick else PAIRS), *planning(1 if quick else 3)]
+    pairs = 2 if quick else PAIRS
+    rows = [*world_size_one(pairs), *beside_titan(pairs), *long_sequence(pairs), *planning(1 if quick else 3)]
     machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
     report = {"date": datetime.now().isoformat(timespec="seconds"), "machine": machine, "rows": rows}
     folder = HERE / "results"
@@ -110,6 +111,22 @@ def beside_titan(pairs: int) -> list[dict[str, Any]]:
         row("dp2·tp2 emitted, ZeRO stage and layout searched", speeds[2], "tokens/s", "", None),
         row("emitted ÷ by hand, same layout (d 512, 8 layers, s 512)", same, "ratio", "≥ 1.0", same >= 0.97),
         row("emitted ÷ by hand, searched", chosen, "ratio", "≥ 1.0", chosen >= 0.97),
+    ]
+
+
+def long_sequence(pairs: int) -> list[dict[str, Any]]:
+    """Ring attention beside attention over gathered keys (attention.py), forward and backward: a report, no bar."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "tests.benchmarks.attention", "--pairs", str(pairs)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+    report = json.loads(done.stdout.strip().splitlines()[-1])
+    ring, gathered = report["times"]["ring"], report["times"]["all-gather"]
+    ratio = statistics.median(b / a for a, b in zip(ring, gathered, strict=True))
+    what = f"attention, cp=2, {report['tokens']:,} tokens, causal"
+    return [
+        row(f"{what}: ring", report["tokens"] / statistics.median(ring), "tokens/s", "", None),
+        row(f"{what}: all-gather", report["tokens"] / statistics.median(gathered), "tokens/s", "", None),
+        row("ring ÷ all-gather", ratio, "ratio", "", None),
     ]
 
 

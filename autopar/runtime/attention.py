@@ -1,0 +1,168 @@
+"""Attention over a sequence that is cut over a mesh axis, in order or zigzag (tiles.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .flash import block_backward, block_forward
+from .mesh import current
+from .tiles import Layout, hops, ring_tiles, whole_tiles
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    axis: str,
+    *,
+    is_causal: bool = False,
+    zigzag: bool = False,
+    window: int | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """q [b, h, s/c, e], k [b, g, s/c, e], v [b, g, s/c, f] of this rank, g dividing h → [b, h, s/c, f].
+
+    K and V, of g heads, go around the ring of ranks, each block while attention to the one before is computed;
+    backward they go around again, and their gradients (in fp32 at least) with them. `window`: a row sees its own
+    and the window − 1 keys before it, which needs `is_causal`. No dropout, and no second derivative.
+    """
+    size, rank = current().size(axis), current().rank(axis)
+    if size == 1:
+        return gathered_attention(q, k, v, axis, is_causal=is_causal, zigzag=zigzag, window=window, scale=scale)
+    layout = Layout(size, q.shape[2], k.shape[2], is_causal, zigzag, window)
+    steps = [ring_tiles(layout, rank, (rank - step) % size) for step in range(size)]
+    return _attention(q, k, v, axis, steps, [hops(layout, block) for block in range(size)], scale)
+
+
+def gathered_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    axis: str,
+    *,
+    is_causal: bool,
+    zigzag: bool,
+    window: int | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """q [b, h, s/c, e] of this rank, k [b, g, s, e] and v [b, g, s, f] whole, in order → [b, h, s/c, f].
+
+    The gradients of k and v are this rank's summands. The rest is as in ring_attention.
+    """
+    size, rank = current().size(axis), current().rank(axis)
+    layout = Layout(size, q.shape[2], k.shape[2] // size, is_causal, zigzag, window)
+    if not is_causal or (size == 1 and window is None):
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=grouped)
+    return _attention(q, k, v, axis, [whole_tiles(layout, rank)], [0], scale)  # a ring of one
+
+
+def _attention(*inputs: Any) -> Tensor:
+    out: Tensor = _Attention.apply(*inputs)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Attention(torch.autograd.Function):
+    """In step t a rank attends to the block of the rank t before it, by the tiles steps[t], while the next one comes.
+
+    hops: how often each rank's block is passed on. Backward, a block's gradients set out a step behind it, from the
+    first rank that it came to; each adds to them, and the last sends them home.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: str, steps: Any, hops: Sequence[int], scale: float | None
+    ) -> Tensor:
+        ctx.axis, ctx.steps, ctx.hops, ctx.scale = axis, steps, hops, q.shape[-1] ** -0.5 if scale is None else scale
+        size, rank, own = len(hops), current().rank(axis), [k.contiguous(), v.contiguous()]
+        out = _zeros(v[:, :1, :1].expand(*q.shape[:3], -1))
+        lse, block = torch.full_like(out[..., 0], -torch.inf), own
+        for step, tiles in enumerate(steps):
+            batch = _Batch(axis)
+            if step < hops[(rank - step) % size]:
+                batch.send(block, rank + 1)
+            following = batch.receive(own, rank - 1) if step < hops[(rank - step - 1) % size] else []
+            batch.start()
+            for rows, keys, shape in tiles:
+                at, of = slice(rows.start, rows.stop), slice(keys.start, keys.stop)
+                new_out, new_lse = block_forward(shape, ctx.scale, q[:, :, at], *(x[:, :, of] for x in block))
+                share = torch.sigmoid(new_lse - lse[:, :, at])  # of one softmax over the keys before and these
+                out[:, :, at].lerp_(new_out.to(out.dtype), share[..., None])
+                lse[:, :, at] = torch.logaddexp(lse[:, :, at], new_lse)
+            batch.wait()
+            block = following
+        result = out.to(q.dtype)
+        ctx.save_for_backward(q, *own, result, lse)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        size, rank, hops = len(ctx.hops), current().rank(ctx.axis), ctx.hops
+        dq, own = _zeros(q), [_zeros(k), _zeros(v)]
+        block, grads = [k, v], own
+        for step, tiles in enumerate((*ctx.steps, ())):
+            before, grads = grads, [_zeros(k), _zeros(v)] if step else own
+            last, here, coming = (hops[(rank - step + i) % size] for i in (1, 0, -1))  # of the blocks in turn
+            batch = _Batch(ctx.axis)
+            if step < here:
+                batch.send(block, rank + 1)
+            following = batch.receive([k, v], rank - 1) if step < coming else []
+            if 1 < step <= last + 1:
+                batch.send(before, rank + 1 if step <= last else rank - step + 1)
+            onward = batch.receive(grads, rank - 1) if 1 < step <= here else []
+            home = batch.receive(own, rank + hops[rank % size]) if 1 < step == hops[rank % size] + 1 else []
+            batch.start()
+            for rows, keys, shape in tiles:
+                at, of = slice(rows.start, rows.stop), slice(keys.start, keys.stop)
+                of_rows, of_keys = (x[:, :, at] for x in (upstream[0], q, out, lse)), (x[:, :, of] for x in block)
+                parts = block_backward(shape, ctx.scale, *of_rows, *of_keys)
+                _add([dq[:, :, at], *(x[:, :, of] for x in grads)], parts)
+            batch.wait()
+            _add(grads, onward)
+            _add(own, home)
+            block = following
+        return dq.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype), None, None, None, None
+
+
+def _zeros(x: Tensor) -> Tensor:
+    """To sum in: fp32 at least."""
+    return torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+
+
+def _add(totals: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+    for total, part in zip(totals, parts, strict=False):  # none where nothing came
+        total += part
+
+
+class _Batch:
+    """Sends and receives that are under way together, in one order on all ranks: none waits for another."""
+
+    def __init__(self, axis: str) -> None:
+        self._group, self._ops, self._works = current().group(axis), list[dist.P2POp](), list[dist.Work]()
+
+    def send(self, tensors: Sequence[Tensor], to: int) -> None:
+        self._post(dist.isend, tensors, to)
+
+    def receive(self, like: Sequence[Tensor], source: int) -> list[Tensor]:
+        return self._post(dist.irecv, [torch.empty_like(x) for x in like], source)
+
+    def _post(self, op: Any, tensors: Sequence[Tensor], peer: int) -> list[Tensor]:
+        peer %= dist.get_world_size(self._group)
+        self._ops += [dist.P2POp(op, x, group=self._group, group_peer=peer) for x in tensors]
+        return list(tensors)
+
+    def start(self) -> None:
+        self._works = dist.batch_isend_irecv(self._ops) if self._ops else []
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
