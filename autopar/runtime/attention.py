@@ -85,18 +85,16 @@ class _Attention(torch.autograd.Function):
         out = _zeros(v[:, :1, :1].expand(*q.shape[:3], -1))
         lse, block = torch.full_like(out[..., 0], -torch.inf), own
         for step, tiles in enumerate(steps):
-            batch = _Batch(axis)
-            if step < hops[(rank - step) % size]:
-                batch.send(block, rank + 1)
-            following = batch.receive(own, rank - 1) if step < hops[(rank - step - 1) % size] else []
-            batch.start()
+            here, coming = (hops[(rank - step - i) % size] for i in (0, 1))  # of these blocks
+            following = _buffers(own, step < coming)
+            works = _start(axis, [(block if step < here else [], rank + 1)], [(following, rank - 1)])
             for rows, keys, shape in tiles:
                 at, of = slice(rows.start, rows.stop), slice(keys.start, keys.stop)
                 new_out, new_lse = block_forward(shape, ctx.scale, q[:, :, at], *(x[:, :, of] for x in block))
                 share = torch.sigmoid(new_lse - lse[:, :, at])  # of one softmax over the keys before and these
                 out[:, :, at].lerp_(new_out.to(out.dtype), share[..., None])
                 lse[:, :, at] = torch.logaddexp(lse[:, :, at], new_lse)
-            batch.wait()
+            _wait(works)
             block = following
         result = out.to(q.dtype)
         ctx.save_for_backward(q, *own, result, lse)
@@ -110,23 +108,22 @@ class _Attention(torch.autograd.Function):
         dq, own = _zeros(q), [_zeros(k), _zeros(v)]
         block, grads = [k, v], own
         for step, tiles in enumerate((*ctx.steps, ())):
+            last, here, coming, of_own = (hops[(rank - step - i) % size] for i in (-1, 0, 1, -step))
             before, grads = grads, [_zeros(k), _zeros(v)] if step else own
-            last, here, coming = (hops[(rank - step + i) % size] for i in (1, 0, -1))  # of the blocks in turn
-            batch = _Batch(ctx.axis)
-            if step < here:
-                batch.send(block, rank + 1)
-            following = batch.receive([k, v], rank - 1) if step < coming else []
-            if 1 < step <= last + 1:
-                batch.send(before, rank + 1 if step <= last else rank - step + 1)
-            onward = batch.receive(grads, rank - 1) if 1 < step <= here else []
-            home = batch.receive(own, rank + hops[rank % size]) if 1 < step == hops[rank % size] + 1 else []
-            batch.start()
+            following = _buffers([k, v], step < coming)
+            onward, home = _buffers(own, 1 < step <= here), _buffers(own, 1 < step == of_own + 1)
+            then = rank + 1 if step <= last else rank - step + 1
+            works = _start(
+                ctx.axis,
+                [(block if step < here else [], rank + 1), (before if 1 < step <= last + 1 else [], then)],
+                [(following, rank - 1), (onward, rank - 1), (home, rank + of_own)],
+            )
             for rows, keys, shape in tiles:
                 at, of = slice(rows.start, rows.stop), slice(keys.start, keys.stop)
                 of_rows, of_keys = (x[:, :, at] for x in (upstream[0], q, out, lse)), (x[:, :, of] for x in block)
                 parts = block_backward(shape, ctx.scale, *of_rows, *of_keys)
                 _add([dq[:, :, at], *(x[:, :, of] for x in grads)], parts)
-            batch.wait()
+            _wait(works)
             _add(grads, onward)
             _add(own, home)
             block = following
@@ -143,26 +140,22 @@ def _add(totals: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
         total += part
 
 
-class _Batch:
-    """Sends and receives that are under way together, in one order on all ranks: none waits for another."""
+def _buffers(like: Sequence[Tensor], wanted: bool) -> list[Tensor]:
+    return [torch.empty_like(x) for x in like if wanted]
 
-    def __init__(self, axis: str) -> None:
-        self._group, self._ops, self._works = current().group(axis), list[dist.P2POp](), list[dist.Work]()
 
-    def send(self, tensors: Sequence[Tensor], to: int) -> None:
-        self._post(dist.isend, tensors, to)
+_Transfers = Sequence[tuple[Sequence[Tensor], int]]  # tensors, and the rank that they go to or come from
 
-    def receive(self, like: Sequence[Tensor], source: int) -> list[Tensor]:
-        return self._post(dist.irecv, [torch.empty_like(x) for x in like], source)
 
-    def _post(self, op: Any, tensors: Sequence[Tensor], peer: int) -> list[Tensor]:
-        peer %= dist.get_world_size(self._group)
-        self._ops += [dist.P2POp(op, x, group=self._group, group_peer=peer) for x in tensors]
-        return list(tensors)
+def _start(axis: str, sends: _Transfers, receives: _Transfers) -> list[dist.Work]:
+    """All of them at once, in the same order on every rank: none waits for another."""
+    group, size = current().group(axis), current().size(axis)
+    posts = [(dist.isend, sent) for sent in sends] + [(dist.irecv, received) for received in receives]
+    ops = [dist.P2POp(op, x, group=group, group_peer=to % size) for op, (tensors, to) in posts for x in tensors]
+    return dist.batch_isend_irecv(ops) if ops else []
 
-    def start(self) -> None:
-        self._works = dist.batch_isend_irecv(self._ops) if self._ops else []
 
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
+def _wait(works: list[dist.Work]) -> None:
+    for work in works:
+        work.wait()
+    works.clear()  # they hold what they sent

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Which pairs (row, key) of a block see each other: all, those with key ≤ row, or those with key ≥ row.
-Shape = Literal["full", "lower", "upper"]
+from .tiles import Shape
+
 _aten: Any = torch.ops.aten
 
 

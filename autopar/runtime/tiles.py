@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from .flash import Shape
+# Which pairs (row, key) of a tile see each other: all, those with key ≤ row, or those with key ≥ row.
+Shape = Literal["full", "lower", "upper"]
 
 
 class Tile(NamedTuple):

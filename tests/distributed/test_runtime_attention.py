@@ -235,9 +235,9 @@ class Recorder:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log, self.area, self.held = list[int | str](), 0, 0
         self._received = list[StorageWeakRef]()
-        self._start, self._wait = dist.batch_isend_irecv, attention._Batch.wait
+        self._start, self._wait = dist.batch_isend_irecv, attention._wait
         monkeypatch.setattr(dist, "batch_isend_irecv", self._batch)
-        monkeypatch.setattr(attention._Batch, "wait", lambda batch: self._waited(batch))
+        monkeypatch.setattr(attention, "_wait", self._waited)
         for name, queries, keys in (("block_forward", 2, 3), ("block_backward", 3, 6)):
             monkeypatch.setattr(attention, name, self._counted(getattr(attention, name), queries, keys))
 
@@ -247,10 +247,10 @@ class Recorder:
         self.held = max(self.held, sum(not storage.expired() for storage in self._received))
         return self._start(ops)
 
-    def _waited(self, batch: Any) -> None:
-        if batch._works:
+    def _waited(self, works: list[dist.Work]) -> None:
+        if works:
             self.log.append("wait")
-        self._wait(batch)
+        self._wait(works)
 
     def _counted(self, fn: Callable[..., Any], queries: int, keys: int) -> Callable[..., Any]:
         def block(*args: Any) -> Any:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from autopar.runtime import flash
-from autopar.runtime.flash import Shape, block_backward, block_forward, kernel
+from autopar.runtime.flash import block_backward, block_forward, kernel
+from autopar.runtime.tiles import Shape
 
 SCALE = 0.3
 

@@ -87,3 +87,10 @@ def test_one_tile_a_step_without_a_window() -> None:
 def test_layouts_without_a_meaning_are_refused(layout: tuple[int, int, int, bool, bool, int | None], why: str) -> None:
     with pytest.raises(AssertionError, match=why):
         Layout(*layout)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_all_ranks_or_none_take_part_in_the_first_transfer(layout: Layout) -> None:
+    """NCCL wants it of the first batch of sends and receives of a group."""
+    sends = [hops(layout, block) > 0 for block in range(layout.size)]
+    assert len({sends[rank] or sends[rank - 1] for rank in range(layout.size)}) == 1
