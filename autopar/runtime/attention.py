@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,12 +33,10 @@ def ring_attention(
     backward they go around again, and their gradients (in fp32 at least) with them. `window`: a row sees its own
     and the window − 1 keys before it, which needs `is_causal`. No dropout, and no second derivative.
     """
-    size, rank = current().size(axis), current().rank(axis)
+    size = current().size(axis)
     if size == 1:
         return gathered_attention(q, k, v, axis, is_causal=is_causal, zigzag=zigzag, window=window, scale=scale)
-    layout = Layout(size, q.shape[2], k.shape[2], is_causal, zigzag, window)
-    steps = [ring_tiles(layout, rank, (rank - step) % size) for step in range(size)]
-    return _attention(q, k, v, axis, steps, [hops(layout, block) for block in range(size)], scale)
+    return _attend(q, k, v, axis, Layout(size, q.shape[2], k.shape[2], is_causal, zigzag, window), False, scale)
 
 
 def gathered_attention(
@@ -56,41 +54,40 @@ def gathered_attention(
 
     The gradients of k and v are this rank's summands. The rest is as in ring_attention.
     """
-    size, rank = current().size(axis), current().rank(axis)
+    size = current().size(axis)
     layout = Layout(size, q.shape[2], k.shape[2] // size, is_causal, zigzag, window)
     if not is_causal or (size == 1 and window is None):
         grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=grouped)
-    return _attention(q, k, v, axis, [whole_tiles(layout, rank)], [0], scale)  # a ring of one
-
-
-def _attention(*inputs: Any) -> Tensor:
-    out: Tensor = _Attention.apply(*inputs)  # type: ignore[no-untyped-call]
-    return out
+    return _attend(q, k, v, axis, layout, True, scale)
 
 
 class _Attention(torch.autograd.Function):
-    """In step t a rank attends to the block of the rank t before it, by the tiles steps[t], while the next one comes.
+    """In step t a rank attends to the block of the rank t before it, while the next one comes; `whole`: to all keys.
 
-    hops: how often each rank's block is passed on. Backward, a block's gradients set out a step behind it, from the
-    first rank that it came to; each adds to them, and the last sends them home.
+    Backward, a block's gradients set out a step behind it, from the first rank that it came to; each adds to them,
+    and the last sends them home.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: str, steps: Any, hops: Sequence[int], scale: float | None
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: str, layout: Layout, whole: bool, scale: float | None
     ) -> Tensor:
-        ctx.axis, ctx.steps, ctx.hops, ctx.scale = axis, steps, hops, q.shape[-1] ** -0.5 if scale is None else scale
-        size, rank, own = len(hops), current().rank(axis), [k.contiguous(), v.contiguous()]
+        size, rank, own = layout.size, current().rank(axis), [k.contiguous(), v.contiguous()]
+        steps, passed = [whole_tiles(layout, rank)], [0]  # how often each rank's block is passed on
+        if not whole:
+            steps = [ring_tiles(layout, rank, (rank - step) % size) for step in range(size)]
+            passed = [hops(layout, block) for block in range(size)]
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
         out = _zeros(v[:, :1, :1].expand(*q.shape[:3], -1))
         lse, block = torch.full_like(out[..., 0], -torch.inf), own
         for step, tiles in enumerate(steps):
-            here, coming = (hops[(rank - step - i) % size] for i in (0, 1))  # of these blocks
+            here, coming = (passed[(rank - step - i) % len(passed)] for i in (0, 1))
             following = _buffers(own, step < coming)
             works = _start(axis, [(block if step < here else [], rank + 1)], [(following, rank - 1)])
             for rows, keys, shape in tiles:
                 at, of = slice(rows.start, rows.stop), slice(keys.start, keys.stop)
-                new_out, new_lse = block_forward(shape, ctx.scale, q[:, :, at], *(x[:, :, of] for x in block))
+                new_out, new_lse = block_forward(shape, scale, q[:, :, at], *(x[:, :, of] for x in block))
                 share = torch.sigmoid(new_lse - lse[:, :, at])  # of one softmax over the keys before and these
                 out[:, :, at].lerp_(new_out.to(out.dtype), share[..., None])
                 lse[:, :, at] = torch.logaddexp(lse[:, :, at], new_lse)
@@ -98,36 +95,41 @@ class _Attention(torch.autograd.Function):
             block = following
         result = out.to(q.dtype)
         ctx.save_for_backward(q, *own, result, lse)
+        ctx.call = axis, steps, passed, scale
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        size, rank, hops = len(ctx.hops), current().rank(ctx.axis), ctx.hops
-        dq, own = _zeros(q), [_zeros(k), _zeros(v)]
+        axis, steps, passed, scale = ctx.call
+        rank, dq, own = current().rank(axis), _zeros(q), [_zeros(k), _zeros(v)]
         block, grads = [k, v], own
-        for step, tiles in enumerate((*ctx.steps, ())):
-            last, here, coming, of_own = (hops[(rank - step - i) % size] for i in (-1, 0, 1, -step))
+        for step, tiles in enumerate((*steps, ())):
+            last, here, coming, of_own = (passed[(rank - step - i) % len(passed)] for i in (-1, 0, 1, -step))
             before, grads = grads, [_zeros(k), _zeros(v)] if step else own
             following = _buffers([k, v], step < coming)
             onward, home = _buffers(own, 1 < step <= here), _buffers(own, 1 < step == of_own + 1)
             then = rank + 1 if step <= last else rank - step + 1
             works = _start(
-                ctx.axis,
+                axis,
                 [(block if step < here else [], rank + 1), (before if 1 < step <= last + 1 else [], then)],
                 [(following, rank - 1), (onward, rank - 1), (home, rank + of_own)],
             )
             for rows, keys, shape in tiles:
                 at, of = slice(rows.start, rows.stop), slice(keys.start, keys.stop)
                 of_rows, of_keys = (x[:, :, at] for x in (upstream[0], q, out, lse)), (x[:, :, of] for x in block)
-                parts = block_backward(shape, ctx.scale, *of_rows, *of_keys)
+                parts = block_backward(shape, scale, *of_rows, *of_keys)
                 _add([dq[:, :, at], *(x[:, :, of] for x in grads)], parts)
             _wait(works)
             _add(grads, onward)
             _add(own, home)
             block = following
         return dq.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype), None, None, None, None
+
+
+# One break in a compiled graph: transfers under way are no part of it.
+_attend: Callable[..., Tensor] = torch.compiler.disable(_Attention.apply)
 
 
 def _zeros(x: Tensor) -> Tensor:

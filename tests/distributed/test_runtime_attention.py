@@ -159,6 +159,19 @@ def test_recomputed_by_a_checkpoint() -> None:
     run_ranks(4, rank_main)
 
 
+def test_in_a_compiled_function() -> None:
+    """The graph breaks around the whole of it, and nowhere else."""
+
+    def rank_main(rank: int) -> None:
+        init_mesh(make_settings(cp=2), "cpu")
+        compiled: Callable[..., Any] = torch.compile(lambda attend, *inputs: attend(*inputs) * 1.0, backend="aot_eager")
+        check_ring(Case(), 1e-10, "compiled", compiled)
+        (why,) = torch._dynamo.utils.counters["graph_break"]
+        assert "torch.compiler.disable" in why
+
+    run_ranks(2, rank_main)
+
+
 def test_a_second_derivative_is_refused() -> None:
     def rank_main(rank: int) -> str:
         init_mesh(make_settings(cp=2), "cpu")
