@@ -62,6 +62,7 @@ class Plan:
     recompute: tuple[int, ...] = ()
     precision: str = "bf16"
     optimizer: Optimizer = Optimizer()
+    loss_chunks: int = 1  # slices of the vocabulary in which head and loss are computed together
     solution: Solution = Solution(1, {})
 
     @property
@@ -71,7 +72,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         sizes = {axis: self.mesh.size(axis) for axis in AXES}
-        sizes |= {name: getattr(self, name) for name in ("global_batch", "micro_batch", "sequence")}
+        sizes |= {name: getattr(self, name) for name in ("global_batch", "micro_batch", "sequence", "loss_chunks")}
         if wrong := [f"{name}={size!r}" for name, size in sizes.items() if not isinstance(size, int) or size < 1]:
             raise PlanError(f"{', '.join(wrong)}: use whole numbers of 1 or more")
         if self.mesh.cp != 1:
@@ -108,6 +109,7 @@ class Plan:
             "schedule": self.schedule,
             "zero": self.zero,
             "recompute": list(self.recompute),
+            "loss_chunks": self.loss_chunks,
             "precision": self.precision,
             "optimizer": {
                 "name": self.optimizer.name,
@@ -139,6 +141,7 @@ class Plan:
             recompute=tuple(data["recompute"]),
             precision=data["precision"],
             optimizer=_read_optimizer(data["optimizer"]),
+            loss_chunks=data.get("loss_chunks", 1),
             solution=Solution(mesh.tp, strategies, data.get("layout", "")),
         )
 

@@ -65,7 +65,7 @@ def _text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-_OPTIONAL = {"layout"}
+_OPTIONAL = {"layout", "loss_chunks"}
 FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "mesh": (_mesh, "a whole number for each of pp, dp, cp and tp, as {pp: 1, dp: 2, cp: 1, tp: 4}"),
     "global_batch": (_whole, "a whole number of samples"),
@@ -75,6 +75,7 @@ FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "schedule": (_text, "the name of a schedule"),
     "zero": (_whole, "0, 1, 2 or 3"),
     "recompute": (_wholes, "the layers to recompute, as [0, 1, 5], or [] for none"),
+    "loss_chunks": (_whole, "a whole number of slices of the vocabulary, 1 for whole logits"),
     "precision": (_text, "bf16, fp32 or fp64"),
     "optimizer": (_optimizer, "a name, kwargs and perhaps groups, as {name: AdamW, kwargs: {lr: 0.001}, groups: []}"),
     "layout": (_text, "the name of a layout of tensor parallelism"),

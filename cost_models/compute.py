@@ -7,15 +7,16 @@ T_block = max(Σ T_op, launches · t_launch)  the host runs ahead: a floor of bl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from itertools import accumulate
 
 import sympy
 
 from autopar.cost_models.collectives import Group, axis_group, collective_time_s
 from autopar.cost_models.hardware import Hardware
-from autopar.cost_models.layer_costs import B, LayerCosts, ModelCosts, S
+from autopar.cost_models.layer_costs import CHUNKS, B, LayerCosts, ModelCosts, S
+from autopar.errors import PlanError
 from autopar.mesh import Mesh
 
 _SMOOTHNESS = 4
@@ -73,6 +74,8 @@ class BlockPrice:
     output_bytes: float
     buffer_bytes: int = 0
     data: tuple[tuple[str, float], ...] = ()  # (collective, bytes) over dp within forward and backward
+    logits_bytes: float = 0.0  # of saved_bytes
+    logits_peak_bytes: float = 0.0  # the most at once of one micro-batch, saved_bytes included
 
     @property
     def work_s(self) -> float:
@@ -90,6 +93,16 @@ class ModelPrice:
     layers: tuple[int, ...]
     epilogue: BlockPrice
     unsharded_flops: float  # forward, of one micro-batch of the original model
+    loss_chunks: int = 1
+    epilogue_in: Callable[[int], BlockPrice] | None = None  # by chunks
+
+    def with_chunks(self, chunks: int) -> ModelPrice:
+        """The same with head and loss in `chunks` slices of the vocabulary; PlanError where they cannot be."""
+        if chunks == self.loss_chunks:
+            return self
+        if self.epilogue_in is None:
+            raise PlanError(f"loss_chunks={chunks}: {self.model.not_chunked}; use loss_chunks=1")
+        return replace(self, loss_chunks=chunks, epilogue=self.epilogue_in(chunks))
 
     @property
     def work_s(self) -> float:
@@ -155,18 +168,27 @@ def price_model(
     blocks = [model.prologue, *model.classes.values(), model.epilogue]
     prices = [price_block(block, micro_batches, sequence, hardware, precision, tp) for block in blocks]
     layers = tuple(names.index(name) for name in model.layers)
-    return [
-        ModelPrice(
-            model,
-            b,
-            at[0],
-            tuple(at[1:-1]),
-            layers,
-            at[-1],
-            float(model.unsharded_flops.subs({B: b, S: sequence})),
-        )
-        for b, at in zip(micro_batches, zip(*prices, strict=True), strict=True)
-    ]
+    made = []
+    for b, at in zip(micro_batches, zip(*prices, strict=True), strict=True):
+        flops = float(model.unsharded_flops.subs({B: b, S: sequence}))
+        chunked = _in_chunks(model, at[-1], b, sequence, hardware, precision, tp)
+        made.append(ModelPrice(model, b, at[0], tuple(at[1:-1]), layers, at[-1], flops, epilogue_in=chunked))
+    return made
+
+
+def _in_chunks(
+    model: ModelCosts, whole: BlockPrice, b: int, sequence: int, hardware: Hardware, precision: str, tp: Group
+) -> Callable[[int], BlockPrice] | None:
+    """The price of the epilogue by the number of slices of the vocabulary."""
+    if (layer := model.chunked) is None:
+        return None
+
+    def at(chunks: int) -> BlockPrice:
+        if chunks == 1:
+            return whole
+        return _price(layer, _evaluator(layer)(b, sequence, chunks), hardware, precision, tp)
+
+    return at
 
 
 def stage_shape(price: ModelPrice, start: int, stop: int, recompute: Iterable[int] = ()) -> StageShape:
@@ -218,24 +240,27 @@ def price_block(
 ) -> list[BlockPrice]:
     """The block at each micro-batch size (samples); `sequence` in tokens, `tp` its collectives' group."""
     evaluate = _evaluator(layer)
-    return [_price(layer, evaluate(b, sequence), hardware, precision, tp) for b in micro_batches]
+    return [_price(layer, evaluate(b, sequence, 1), hardware, precision, tp) for b in micro_batches]
 
 
-def _evaluator(layer: LayerCosts) -> Callable[[int, int], list[float]]:
-    """All expressions of a block as one compiled function of (b, s); equal ones are computed once."""
+@lru_cache(maxsize=256)
+def _evaluator(layer: LayerCosts) -> Callable[[int, int, int], list[float]]:
+    """All expressions of a block as one compiled function of (b, s, chunks); equal ones are computed once."""
     expressions: list[sympy.Expr] = []
     for op in layer.ops:
         expressions += [op.forward_flops, op.forward_bytes, op.backward_flops, op.backward_bytes]
+        expressions += op.launches or (1, _BACKWARD_LAUNCHES[op.kind])
     expressions += [transfer.size_bytes for transfer in (*layer.transfers, *layer.data_transfers)]
     expressions += [layer.saved_bytes, layer.input_bytes, layer.working_bytes, layer.output_bytes]
+    expressions += [layer.logits_bytes, layer.logits_peak_bytes]
     expressions = [sympy.sympify(expression) for expression in expressions]
     unique = list(dict.fromkeys(expressions))
     place = {expression: index for index, expression in enumerate(unique)}
     order = [place[expression] for expression in expressions]
-    function = sympy.lambdify((B, S), unique, modules="math")
+    function = sympy.lambdify((B, S, CHUNKS), unique, modules="math")
 
-    def evaluate(b: int, s: int) -> list[float]:
-        values = function(b, s)
+    def evaluate(b: int, s: int, chunks: int) -> list[float]:
+        values = function(b, s, chunks)
         return [float(values[index]) for index in order]
 
     return evaluate
@@ -244,21 +269,22 @@ def _evaluator(layer: LayerCosts) -> Callable[[int, int], list[float]]:
 def _price(layer: LayerCosts, values: list[float], hardware: Hardware, precision: str, tp: Group) -> BlockPrice:
     forward = dict.fromkeys(KINDS, 0.0)
     backward = dict.fromkeys(KINDS, 0.0)
-    backward_launches = 0
+    launches, backward_launches = 0.0, 0.0
     for index, op in enumerate(layer.ops):
-        f_flops, f_bytes, b_flops, b_bytes = values[4 * index : 4 * index + 4]
+        f_flops, f_bytes, b_flops, b_bytes, f_launches, b_launches = values[6 * index : 6 * index + 6]
         forward[op.kind] += op_time_s(op.kind, f_flops, f_bytes, hardware, precision)
         backward[op.kind] += op_time_s(op.kind, b_flops, b_bytes, hardware, precision)
-        backward_launches += _BACKWARD_LAUNCHES[op.kind] if b_flops or b_bytes else 0
-    at = 4 * len(layer.ops)
+        launches += f_launches
+        backward_launches += b_launches if b_flops or b_bytes else 0
+    at = 6 * len(layer.ops)
     comm = dict.fromkeys(("forward", "backward", "sync"), 0.0)
     for transfer, size_bytes in zip(layer.transfers, values[at:], strict=False):
         comm[transfer.phase] += collective_time_s(transfer.collective, size_bytes, tp, hardware)
     over_dp = zip(layer.data_transfers, values[at + len(layer.transfers) :], strict=False)
-    saved, inputs, working, output = values[-4:]
+    saved, inputs, working, output, logits, logits_peak = values[-6:]
     return BlockPrice(
         name=layer.name,
-        forward=_phase(forward, len(layer.ops), comm["forward"], hardware),
+        forward=_phase(forward, launches, comm["forward"], hardware),
         backward=_phase(backward, backward_launches, comm["backward"], hardware),
         sync_s=comm["sync"],
         parameters=layer.parameters,
@@ -269,10 +295,12 @@ def _price(layer: LayerCosts, values: list[float], hardware: Hardware, precision
         output_bytes=output,
         buffer_bytes=layer.buffer_bytes,
         data=tuple((transfer.collective, size_bytes) for transfer, size_bytes in over_dp),
+        logits_bytes=logits,
+        logits_peak_bytes=logits_peak,
     )
 
 
-def _phase(seconds: dict[str, float], launches: int, tp_s: float, hardware: Hardware) -> PhaseTime:
+def _phase(seconds: dict[str, float], launches: float, tp_s: float, hardware: Hardware) -> PhaseTime:
     device_s = sum(seconds.values())
     floor_s = max(0.0, launches * hardware.launch_s - device_s)
     return PhaseTime(seconds["matmul"], seconds["attention"], seconds["memory"], floor_s, tp_s)

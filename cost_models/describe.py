@@ -14,8 +14,9 @@ import sympy
 import torch
 from torch import fx
 
-from autopar.cost_models.layer_costs import LayerCosts, ModelCosts, OpCost, Transfer
-from autopar.ir.custom import EXPERTS
+from autopar.cost_models.layer_costs import CHUNKS, LayerCosts, ModelCosts, OpCost, Transfer
+from autopar.cost_models.logits import LogitsCost, head_costs, logits_cost
+from autopar.ir.custom import EXPERTS, LINEAR_CROSS_ENTROPY
 from autopar.ir.graph import (
     EPILOGUE,
     PROLOGUE,
@@ -31,7 +32,10 @@ from autopar.ir.graph import (
     info,
     is_count,
     node_inputs,
+    typed_strategy,
+    update_info,
 )
+from autopar.ir.heads import find_heads, why_no_head, with_chunks
 from autopar.placement import GRAD_PARTIAL, REPLICATE, Kind, Placement, Strategy, conversion
 from autopar.plan import Solution
 from autopar.rules import Axis, Rule, rule_of
@@ -54,10 +58,11 @@ def op_cost(node: fx.Node, strategy: Strategy, rule: Rule, tp: int) -> OpCost:
     flops = _flops(operands, result, rule, node) / (tp if sharded else 1)
     read = [_local_bytes(o, p, tp) for o, p in zip(operands, strategy.inputs, strict=True)]
     written = _local_bytes(result, strategy.output, tp)
-    passes = 3 if node.target is aten.cross_entropy_loss.default else 1  # softmax, log, gather over the logits
-    forward = passes * (sympy.Add(*read) + written)
+    forward = sympy.Add(*read) + written
     gradients = [r for r, o in zip(read, operands, strict=True) if o.requires_grad]
     backward = forward + sympy.Add(*gradients) if result.requires_grad else _ZERO
+    if (logits := logits_cost(node, strategy, tp)) is not None:
+        forward, backward = logits.forward_bytes, logits.backward_bytes if result.requires_grad else _ZERO
     if rule.kind == "view" or node.target is aten.to.dtype and not result.requires_grad:
         forward, backward = _ZERO, _ZERO
     factor = {"matmul": 2, "experts": 2, "opaque": 2, "attention": sympy.Rational(5, 2)}.get(rule.kind, 0)
@@ -70,6 +75,12 @@ def op_cost(node: fx.Node, strategy: Strategy, rule: Rule, tp: int) -> OpCost:
         backward_bytes=backward,
         sharded=sharded,
     )
+
+
+def op_costs(node: fx.Node, strategy: Strategy, rule: Rule, tp: int) -> tuple[OpCost, ...]:
+    """An op as the kernels that it is made of: a head with its loss is a product and passes over its logits."""
+    cost = op_cost(node, strategy, rule, tp)
+    return head_costs(node, strategy, cost, tp) if node.target is LINEAR_CROSS_ENTROPY else (cost,)
 
 
 def conversion_transfers(facts: NodeInfo, source: Placement, target: Placement) -> list[Transfer]:
@@ -86,7 +97,10 @@ def conversion_transfers(facts: NodeInfo, source: Placement, target: Placement) 
 
 def op_transfers(node: fx.Node, strategy: Strategy) -> list[Transfer]:
     """Collectives inside an op: vocabulary-parallel cross-entropy agrees on maximum, sum and target logit."""
-    if node.target is aten.cross_entropy_loss.default and strategy.inputs[0].is_shard and strategy.output.whole:
+    if node.target not in (aten.cross_entropy_loss.default, LINEAR_CROSS_ENTROPY):
+        return []
+    logits = int(node.target is LINEAR_CROSS_ENTROPY)  # the operand that has the vocabulary
+    if strategy.inputs[logits].is_shard and strategy.output.whole:
         rows = info(node_inputs(node)[0]).shape[0]
         return [Transfer("all_reduce", rows * 4, "forward")] * 3
     return []
@@ -103,13 +117,14 @@ def describe(program: Program, solution: Solution, values: Mapping[sympy.Symbol,
     """The whole model under one solution; `values` (numbers of b and s) are for the sharded share of FLOPs."""
     axis = Axis("tp", solution.tp, values=dict(values))
     costs = {
-        name: _layer_costs(program, block, solution, axis)
+        name: _layer_costs(program, block, solution.strategies[name], axis)
         for name, block in program.blocks.items()
         if program.count(name)
     }
     empty = LayerCosts("none", (), (), 0, 0, _ZERO, _ZERO, _ZERO, _ZERO)
     typed = data_types(program)
     costs = {name: replace(c, data_transfers=_data_transfers(program.blocks[name], typed)) for name, c in costs.items()}
+    chunked = _chunked_epilogue(program, solution, axis)
     layers = tuple(call.block for call in program.layer_calls)
     every = [(costs[name], program.count(name)) for name in costs]
     work = sum(n * c.model_flops for c, n in every)
@@ -127,6 +142,8 @@ def describe(program: Program, solution: Solution, values: Mapping[sympy.Symbol,
         unsharded_flops=work - done + done * solution.tp,
         sharded_fraction=divided / (whole + divided) if whole + divided else 0.0,
         tables_bytes=costs[TABLES].buffer_bytes if TABLES in costs else 0,
+        chunked=None if isinstance(chunked, str) else replace(chunked, data_transfers=costs[EPILOGUE].data_transfers),
+        not_chunked=chunked if isinstance(chunked, str) else "",
     )
 
 
@@ -147,8 +164,21 @@ def _data_transfers(block: Block, types: DataTypes) -> tuple[Transfer, ...]:
     return tuple(found)
 
 
-def _layer_costs(program: Program, block: Block, solution: Solution, axis: Axis) -> LayerCosts:
-    typed = _Typed(block, solution.strategies[block.name], axis)
+def _chunked_epilogue(program: Program, solution: Solution, axis: Axis) -> LayerCosts | str:
+    """The epilogue with head and loss in slices of the vocabulary, or why they cannot be."""
+    if not program.count(EPILOGUE):
+        return why_no_head(None)
+    block = program.blocks[EPILOGUE].copy()
+    for node in block.nodes:
+        update_info(node, strategy=solution.strategies[EPILOGUE][node.name])
+    if not find_heads(block):
+        return why_no_head(block)
+    block = with_chunks(block, CHUNKS)
+    return _layer_costs(program, block, {n.name: typed_strategy(n) for n in block.nodes}, axis)
+
+
+def _layer_costs(program: Program, block: Block, strategies: Mapping[str, Strategy], axis: Axis) -> LayerCosts:
+    typed = _Typed(block, strategies, axis)
     call = program.call_of(block.name)
     own = tied = 0
     for node in block.placeholders(Role.PARAMETER):
@@ -162,7 +192,7 @@ def _layer_costs(program: Program, block: Block, solution: Solution, axis: Axis)
     kept = [n for n in block.placeholders(Role.VALUE) if info(n).requires_grad]
     return LayerCosts(
         name=block.name,
-        ops=tuple(op_cost(n, typed.of[n.name], rule_of(n), axis.size) for n in block.ops),
+        ops=tuple(cost for n in block.ops for cost in op_costs(n, typed.of[n.name], rule_of(n), axis.size)),
         transfers=tuple(typed.transfers()),
         parameters=own,
         tied_parameters=tied,
@@ -171,6 +201,8 @@ def _layer_costs(program: Program, block: Block, solution: Solution, axis: Axis)
         working_bytes=typed.working_bytes(),
         output_bytes=_total(_local_bytes(info(n), typed.of[n.name].output, axis.size) for n in results),
         buffer_bytes=sum(int(tensor_bytes(info(n))) for n in block.placeholders(Role.BUFFER) if not is_count(info(n))),
+        logits_bytes=_total(cost.kept_bytes for cost in typed.logits()),
+        logits_peak_bytes=_largest([cost.peak_bytes for cost in typed.logits()]),
     )
 
 
@@ -197,6 +229,13 @@ class _Typed:
             found += parameter_transfers(info(node), self.of[node.name].output)
         return found
 
+    def logits(self) -> list[LogitsCost]:
+        """What the logits of each loss cost."""
+        return [cost for node in self.block.ops if (cost := self._logits(node)) is not None]
+
+    def _logits(self, node: fx.Node) -> LogitsCost | None:
+        return logits_cost(node, self.of[node.name], self.axis.size)
+
     def saved_bytes(self) -> sympy.Expr:
         """Activations kept for backward: each stored tensor once, by the placement it is read in."""
         kept: dict[tuple[fx.Node, Placement], sympy.Expr] = {}
@@ -219,10 +258,9 @@ class _Typed:
                 if is_stored and not converted:
                     continue
                 key = (value if converted else root, _stored_as(placement))
-                size = _local_bytes(info(value), placement, self.axis.size)
-                if node.target is aten.cross_entropy_loss.default:
-                    size = size * max(1, 4 // info(value).dtype.itemsize)  # half-precision logits are cast to fp32
-                kept[key] = size
+                kept[key] = _local_bytes(info(value), placement, self.axis.size)
+                if node.target is aten.cross_entropy_loss.default and (cost := self._logits(node)) is not None:
+                    kept[key] = cost.kept_bytes  # half-precision logits are cast to fp32
         return _total(kept.values()) + extra
 
     def _needed(self, node: fx.Node, position: int) -> bool:
@@ -237,6 +275,9 @@ class _Typed:
         """The largest op's operands and result, which backward holds again as gradients."""
         sizes = []
         for node in self.block.ops:
+            if (cost := self._logits(node)) is not None:
+                sizes.append(cost.peak_bytes - cost.kept_bytes + _accumulated(node, self.of[node.name], self.axis.size))
+                continue
             values = [(v, p) for v, p in self.reads(node) if info(v).role is not Role.PARAMETER]
             both = [*values, (node, self.of[node.name].output)]
             sizes.append(_total(_local_bytes(info(v), p, self.axis.size) for v, p in both))
@@ -245,8 +286,12 @@ class _Typed:
 
 def _largest(sizes: list[sympy.Expr]) -> sympy.Expr:
     """The largest of some sizes in b and s, judged at b = 1, s = 4096; sympy.Max of many would be slow."""
-    at = {B: 1, S: 4096}
-    return max(sizes, key=lambda size: float(size.subs(at)), default=_ZERO)
+    at = {B: 1, S: 4096, CHUNKS: 1}
+    plain, chunked = (
+        max([s for s in sizes if (CHUNKS in s.free_symbols) == it], key=lambda s: float(s.subs(at)), default=_ZERO)
+        for it in (False, True)
+    )
+    return sympy.Max(plain, chunked, evaluate=False) if chunked else plain
 
 
 def _stored_as(placement: Placement) -> Placement:
@@ -264,6 +309,15 @@ def _storage(node: fx.Node) -> fx.Node:
     return node
 
 
+def _accumulated(node: fx.Node, strategy: Strategy, tp: int) -> sympy.Expr:
+    """Of a head with its loss: the gradient of the rows, summed in the loss's precision, and in theirs."""
+    if node.target is not LINEAR_CROSS_ENTROPY:
+        return _ZERO
+    rows = info(node_inputs(node)[0])
+    bytes_each = max(4, rows.dtype.itemsize) + rows.dtype.itemsize
+    return _numel(rows.shape) * bytes_each / (tp if strategy.inputs[0].is_shard else 1)
+
+
 def _statistics(node: fx.Node) -> sympy.Expr:
     """What a GPU kernel keeps beside tensors of the graph: fp32 statistics, log-sum-exp, dropout masks."""
     shape = info(node).shape
@@ -275,6 +329,8 @@ def _statistics(node: fx.Node) -> sympy.Expr:
         return 4 * _numel(shape[:-1])
     if node.target is aten.dropout.default:
         return _numel(shape)
+    if node.target is LINEAR_CROSS_ENTROPY:  # log-sum-exp, and whether a row counts
+        return (info(node).dtype.itemsize + 1) * info(node_inputs(node)[0]).shape[0]
     return _ZERO
 
 

@@ -13,6 +13,8 @@ import sympy
 
 from autopar.ir.graph import B, S
 
+CHUNKS = sympy.Symbol("c", positive=True, integer=True)  # slices of the vocabulary in which a loss is computed
+
 
 @dataclass(frozen=True)
 class OpCost:
@@ -25,6 +27,7 @@ class OpCost:
     backward_flops: sympy.Expr
     backward_bytes: sympy.Expr
     sharded: bool  # tp divides its work
+    launches: tuple[sympy.Expr, sympy.Expr] | None = None  # kernels forward and backward, where not those of its kind
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class LayerCosts:
     output_bytes: what the block sends to the next one (hidden states), also the size of their gradient.
     buffer_bytes: of the model's buffers that it reads, whole on each rank.
     data_transfers: collectives over dp within forward and backward, of values of the whole batch.
+    logits_bytes: of saved_bytes, what the loss keeps of its logits; logits_peak_bytes: the most of them at once.
     """
 
     name: str
@@ -65,6 +69,8 @@ class LayerCosts:
     output_bytes: sympy.Expr
     buffer_bytes: int = 0
     data_transfers: tuple[Transfer, ...] = ()
+    logits_bytes: sympy.Expr = sympy.Integer(0)
+    logits_peak_bytes: sympy.Expr = sympy.Integer(0)
 
     @property
     def model_flops(self) -> sympy.Expr:
@@ -80,6 +86,8 @@ class ModelCosts:
     `unsharded_flops`: forward FLOPs of one micro-batch of the original model (for MFU: ×3 with backward).
     `sharded_fraction`: share of FLOPs that tp divides, 0 to 1, at the given b, s.
     `tables_bytes`: buffers that every stage has, to make what its layers read.
+    `chunked`: the epilogue with head and loss in `CHUNKS` slices of the vocabulary; None where they cannot be, and
+    `not_chunked` says why.
     """
 
     tp: int
@@ -91,6 +99,8 @@ class ModelCosts:
     unsharded_flops: sympy.Expr
     sharded_fraction: float
     tables_bytes: int = 0
+    chunked: LayerCosts | None = None
+    not_chunked: str = "the model has no cross-entropy"
 
 
-__all__ = ["B", "LayerCosts", "ModelCosts", "OpCost", "S", "Transfer"]
+__all__ = ["CHUNKS", "B", "LayerCosts", "ModelCosts", "OpCost", "S", "Transfer"]

@@ -77,6 +77,9 @@ class StageMemory:
     in_flight: int
     receives_bytes: float = 0.0  # a micro-batch, from both neighbours
     buffer_bytes: int = 0  # of the model: tables, constants
+    logits_bytes: float = 0.0  # of saved_bytes
+    logits_at_peak_bytes: float = 0.0  # of what is saved and transient, when most is
+    loss_chunks: int = 1
 
 
 def stage_memory(price: ModelPrice, shape: StageShape, in_flight: int, receives_bytes: float) -> StageMemory:
@@ -92,9 +95,14 @@ def stage_memory(price: ModelPrice, shape: StageShape, in_flight: int, receives_
         saved += count * block.saved_bytes - again * (block.saved_bytes - block.input_bytes)
     layer_peak = max((again_bytes(block, again > 0) for block, _, again in inner), default=0.0)
     ends = [price.prologue.working_bytes] if shape.first else []
+    logits = logits_at_peak = 0.0
     if shape.last:
         ends.append(price.epilogue.working_bytes)
         layer_peak -= price.epilogue.saved_bytes
+        logits = price.epilogue.logits_bytes
+        at_loss = price.epilogue.working_bytes >= layer_peak  # else this micro-batch's are free again
+        own = price.epilogue.logits_peak_bytes if at_loss else 0.0
+        logits_at_peak = (in_flight - 1) * logits + own
     root, tied = root_parameters(price, shape)
     layers = sum(block.parameters * count for block, count, _ in inner)
     return StageMemory(
@@ -106,6 +114,9 @@ def stage_memory(price: ModelPrice, shape: StageShape, in_flight: int, receives_
         in_flight=in_flight,
         receives_bytes=receives_bytes,
         buffer_bytes=price.model.tables_bytes + sum(b.buffer_bytes * n for b, n, _ in stage_blocks(price, shape)),
+        logits_bytes=logits,
+        logits_at_peak_bytes=logits_at_peak,
+        loss_chunks=price.loss_chunks,
     )
 
 
@@ -181,10 +192,14 @@ def optimizer_state_bytes(optimizer: Optimizer, precision: str) -> int:
 
 def ledger(stage: StageMemory, states: States, hardware: Hardware, world_size: int) -> tuple[MemoryTerm, ...]:
     """The terms of one stage; their sum is the peak in bytes."""
+    activations = stage.in_flight * (stage.saved_bytes - stage.logits_bytes)
+    held = stage.in_flight * stage.saved_bytes + stage.transient_bytes
+    at_once = f", 1/{stage.loss_chunks} at once" if stage.loss_chunks > 1 else ""
     terms = [
         *_state_terms(stage, states),
-        MemoryTerm(f"activations: {stage.in_flight} in flight", stage.in_flight * stage.saved_bytes),
-        MemoryTerm("workspace, recomputed layer", stage.transient_bytes),
+        MemoryTerm(f"activations: {stage.in_flight} in flight", activations),
+        MemoryTerm(f"logits{at_once}", stage.logits_at_peak_bytes),
+        MemoryTerm("workspace, recomputed layer", held - activations - stage.logits_at_peak_bytes),
         *_buffer_terms(stage, states),
     ]
     allocated = total_bytes(terms)

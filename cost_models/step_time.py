@@ -89,6 +89,7 @@ def estimate(model: ModelCosts, plan: Plan, cluster: Cluster) -> Estimate:
 
 def estimate_price(price: ModelPrice, plan: Plan, hardware: Hardware) -> Estimate:
     """`estimate`, for a model already priced at the plan's micro-batch."""
+    price = price.with_chunks(plan.loss_chunks)
     setting = setting_of(plan, hardware)
     shapes = [stage_shape(price, start, stop, plan.recompute) for start, stop in plan.stages]
     times = [stage_time(price, shape) for shape in shapes]

@@ -1,6 +1,7 @@
 """The two ordered lists of passes: PREPARE before the search, PASSES after it."""
 
 from .base import Pass
+from .chunk_loss import ChunkLoss
 from .clean import Clean
 from .decompose import Decompose
 from .eliminate_dead_code import EliminateDeadCode
@@ -31,6 +32,7 @@ PASSES: tuple[Pass, ...] = (
     InsertConversions(),  # after typing: it compares placements
     InsertDataConversions(),  # after those over tp, which are linear and so the same on each part of a batch
     InsertCasts(),  # after conversions: half-precision values travel, not fp32 ones
+    ChunkLoss(),  # after casts: the loss is in fp32, with or without chunks
     InsertRecompute(),
     LowerConversions(),  # last of those that see placements as such
     EliminateDeadCode(),

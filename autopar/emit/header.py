@@ -42,6 +42,7 @@ def plan_text(plan: Plan) -> str:
             f"zero {plan.zero}",
             f"micro-batch {plan.micro_batch} × {plan.accumulation}{schedule}",
             f"recompute {again if plan.recompute else 'none'}",
+            *([f"loss in {plan.loss_chunks} slices"] if plan.loss_chunks > 1 else []),
             plan.precision,
             plan.optimizer.name,
         )

@@ -6,8 +6,10 @@ from collections.abc import Callable
 
 import torch
 
+from ..ir.custom import LINEAR_CROSS_ENTROPY
+from ..ir.graph import info, node_inputs
 from .op import Op
-from .text import Text
+from .text import Text, size_text
 
 aten = torch.ops.aten
 
@@ -27,7 +29,19 @@ def _loss(name: str, count: int = 2) -> Callable[[Op], Text]:
     return write
 
 
+def _linear_cross_entropy(op: Op) -> Text:
+    """The runtime's function; with the vocabulary over tp also its size and axis."""
+    given = [op.shown(name) for name in ("x", "weight", "target")]
+    given += [
+        f"{name}={op.shown(name)}" for name in ("bias", "chunks", "scale", "softcap", "ignore_index") if name in op.left
+    ]
+    if op.splits(1, 0):
+        given.append(f'size={size_text(info(node_inputs(op.node)[1]).shape[0])}, axis="tp"')
+    return Text(f"linear_cross_entropy({', '.join(given)})", imports=frozenset({"linear_loss.linear_cross_entropy"}))
+
+
 LOSSES = {
+    LINEAR_CROSS_ENTROPY: _linear_cross_entropy,
     aten.nll_loss_nd.default: _loss("nll_loss"),
     **{
         getattr(aten, name).default: _loss(name)

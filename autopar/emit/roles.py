@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..ir.custom import LINEAR_CROSS_ENTROPY
 from ..ir.graph import Block, Role, info, node_inputs
 from ..ir.ops import is_collective
 from ..rules import rule_of
@@ -34,7 +35,11 @@ DROPOUT = aten.dropout.default
 SOFTMAX = {aten.softmax.int, aten._softmax.default}
 _ARITHMETIC = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar}
 _MASKING = {aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.tanh.default, aten.add.Tensor, aten.mul.Tensor}
-_LOSSES = {aten.cross_entropy_loss.default: ("logits", "labels"), aten.mse_loss.default: ("prediction", "target")}
+_LOSSES = {
+    aten.cross_entropy_loss.default: ("logits", "labels"),
+    aten.mse_loss.default: ("prediction", "target"),
+    LINEAR_CROSS_ENTROPY: ("", "", "labels"),
+}
 ATTENTION, MLP = re.compile(r"attn|attention", re.I), re.compile(r"mlp|ffn|feed_?forward|dense_?relu_?dense", re.I)
 
 

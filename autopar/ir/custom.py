@@ -59,6 +59,31 @@ EXPERTS = torch.ops.autopar.experts.default
 
 
 # --------------------------------------------------------------------------------
+# The head of a language model with its loss
+
+_library = torch.library.Library("autopar_losses", "DEF")
+_library.define(
+    "linear_cross_entropy(Tensor x, Tensor weight, Tensor target, Tensor? bias=None, *, int chunks, float scale=1.0, "
+    "float? softcap=None, int ignore_index=-100) -> Tensor"
+)
+
+
+def _linear_cross_entropy(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, *, chunks: int, scale: float = 1.0,
+    softcap: float | None = None, ignore_index: int = -100,
+) -> Tensor:  # fmt: skip
+    """What the runtime's function of this name computes, with all logits at once."""
+    logits = scale * F.linear(x, weight, bias).to(torch.promote_types(x.dtype, torch.float32))
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    return F.cross_entropy(logits, target, reduction="sum", ignore_index=ignore_index)
+
+
+_library.impl("linear_cross_entropy", _linear_cross_entropy, "CompositeImplicitAutograd")
+
+LINEAR_CROSS_ENTROPY = torch.ops.autopar_losses.linear_cross_entropy.default
+
+
+# --------------------------------------------------------------------------------
 # Opaque modules
 
 

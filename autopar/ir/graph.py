@@ -68,6 +68,13 @@ def info(node: fx.Node) -> NodeInfo:
     return facts
 
 
+def typed_strategy(node: fx.Node) -> Strategy:
+    """The strategy of a node of a typed program."""
+    strategy = info(node).strategy
+    assert strategy is not None, "the program has not been typed yet"
+    return strategy
+
+
 def set_info(node: fx.Node, facts: NodeInfo) -> fx.Node:
     node.meta[_KEY] = facts
     return node

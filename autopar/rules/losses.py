@@ -8,8 +8,9 @@ import sympy
 import torch
 from torch import fx
 
+from ..ir.custom import LINEAR_CROSS_ENTROPY
 from ..ir.graph import Shape, info, node_inputs
-from ..placement import REPLICATE, Shard, Strategy
+from ..placement import GRAD_PARTIAL, REPLICATE, Shard, Strategy
 from .arguments import option
 from .factor import Dims, Rule, RuleMaker, aligned
 
@@ -83,6 +84,16 @@ def _classification(node: fx.Node) -> Rule:
     return rule
 
 
+def _linear_cross_entropy(node: fx.Node) -> Rule:
+    """`x[n d] w[v d] t[n] bias[v] -> y[]`, with the vocabulary whole or sharded as in `_classification`."""
+    x, _, _, *bias = node_inputs(node)
+    rule = Rule(
+        (("n", "d"), ("v", "d"), ("n",), *(("v",) for _ in bias)), (), frozenset("vd"), kind="matmul", saves=(0, 1)
+    )
+    shards = (GRAD_PARTIAL if info(x).requires_grad else REPLICATE, Shard(0), REPLICATE, *(Shard(0) for _ in bias))
+    return replace(rule, special=(Strategy(shards, REPLICATE),))
+
+
 def _similarity(node: fx.Node) -> Rule:
     """cosine_similarity: one number for each row of `dim`, which stays whole."""
     shapes = [info(n).shape for n in node_inputs(node)]
@@ -99,6 +110,7 @@ RULES: dict[object, RuleMaker] = {
     **dict.fromkeys(_CLASSIFICATION, _classification),
     **dict.fromkeys(_BY_ROW, _by_row),
     aten.cosine_similarity.default: _similarity,
+    LINEAR_CROSS_ENTROPY: _linear_cross_entropy,
     **dict.fromkeys(
         (aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
          aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default, aten.kl_div.default,

@@ -29,8 +29,14 @@ def plan_table(result: SearchResult, model_name: str, parameters: int) -> str:
     headers = [title.replace("tokens", _unit(result)) for title in _HEADERS]
     table = tabulate([headers, *rows], tablefmt="plain", colalign=align, disable_numparse=True)
     body = "\n".join(f" {line}".rstrip() for line in table.splitlines())
-    notes = "".join(f"\n {note}" for note in result.notes)
+    notes = "".join(f"\n {note}" for note in (*_loss_notes(result), *result.notes))
     return f"{header(result, model_name, parameters)}\n\n{body}\n {footer(result)}{notes}"
+
+
+def _loss_notes(result: SearchResult) -> list[str]:
+    """Which rows compute their loss in slices of the vocabulary."""
+    slices = {number: candidate.plan.loss_chunks for number, candidate in enumerate(result.best, start=1)}
+    return [f"#{number}: head and loss in {n} slices of the vocabulary" for number, n in slices.items() if n > 1]
 
 
 def header(result: SearchResult, model_name: str, parameters: int) -> str:
@@ -103,7 +109,8 @@ def describe(plan: Plan) -> str:
     """The choices of a plan in one phrase: pp2·dp8·tp4, zero 1, 1 × 64 1f1b, recompute none."""
     schedule = f" {plan.schedule}" if plan.schedule != "none" else ""
     batches = f"{plan.micro_batch} × {plan.accumulation}{schedule}"
-    return f"{plan.mesh}, zero {plan.zero}, {batches}, recompute {recompute_text(plan)}"
+    loss = f", loss in {plan.loss_chunks} slices" if plan.loss_chunks > 1 else ""
+    return f"{plan.mesh}, zero {plan.zero}, {batches}, recompute {recompute_text(plan)}{loss}"
 
 
 def recompute_text(plan: Plan) -> str:

@@ -21,6 +21,7 @@ from autopar.errors import InfeasibleError
 from autopar.plan import Optimizer, Plan, Solution
 from autopar.rules.coupling import Coupling
 
+from .loss_chunks import chunkable, loss_prices, smallest_logits
 from .space import Choice, Pins, Recompute, Request, enumerate_space
 from .stages import StageCosts, pinned_recompute, setting_for, split
 
@@ -87,6 +88,7 @@ def search(
     hardware = cluster.hardware
     budget = hardware.memory_bytes if budget_bytes is None else budget_bytes
     request = Request(global_batch, sequence, budget, precision, optimizer or Optimizer(), pins or Pins(), coupling)
+    models = chunkable(models, request.pins)
     layers = max(1, len(next(iter(models.values()))[0].layers))
     space = enumerate_space(request, cluster, layers, models.keys(), illegal_tp or {})
     cases = _cases(space.choices, models, request, hardware)
@@ -161,7 +163,22 @@ def _bound_s(choice: Choice, work_s: float) -> float:
 
 
 def _solve(case: _Case, request: Request, hardware: Hardware, limit_s: float) -> tuple[Candidate | None, bool]:
-    """(the best plan of this case if faster than `limit_s`, whether it may fit)."""
+    """(the best plan of this case if faster than `limit_s`, whether it may fit), over the slices of its loss.
+
+    More slices cost time and free memory: once nothing is recomputed, no more are worth it.
+    """
+    best, may_fit = None, False
+    for price in loss_prices(case.price, request):
+        found, fits = _solve_one(replace(case, price=price), request, hardware, limit_s)
+        may_fit |= fits
+        if found is not None:
+            best, limit_s = found, found.estimate.step_time_s
+            if not found.plan.recompute:
+                break
+    return best, may_fit
+
+
+def _solve_one(case: _Case, request: Request, hardware: Hardware, limit_s: float) -> tuple[Candidate | None, bool]:
     choice, price = case.choice, case.price
     costs = StageCosts(choice, price, request, hardware, limit_s / choice.micro_batches)
     if costs.average_bytes() > request.budget_bytes:
@@ -180,6 +197,7 @@ def _solve(case: _Case, request: Request, hardware: Hardware, limit_s: float) ->
         recompute=costs.recompute(ranges),
         precision=request.precision,
         optimizer=request.optimizer,
+        loss_chunks=price.loss_chunks,
         solution=Solution(choice.mesh.tp, {}, price.model.solution),
     )
     estimate = estimate_price(price, plan, hardware)
@@ -241,9 +259,10 @@ def _infeasible(cases: Sequence[_Case], request: Request, hardware: Hardware) ->
     largest = sorted(terms, key=lambda term: -term.size_bytes)[:3]
     filled = ", ".join(f"{term.name} {gib(term.size_bytes)}" for term in largest)
     pinned = f" with {request.pins}" if str(request.pins) else ""
+    chunks_text = f", loss_chunks {case.price.loss_chunks}" if case.price.loss_chunks > 1 else ""
     return (
         f"no plan fits {gib(request.budget_bytes)} a GPU{pinned}: the nearest ({choice.mesh}, "
-        f"zero {choice.zero}, micro-batch {choice.micro_batch}, recompute {recompute_text}) "
+        f"zero {choice.zero}, micro-batch {choice.micro_batch}, recompute {recompute_text}{chunks_text}) "
         f"needs {gib(need_bytes)} on stage {stage}, {gib(need_bytes - request.budget_bytes)} too much. "
         f"Most of it: {filled}. "
         "Use more GPUs, a larger memory budget, a shorter sequence or fewer pins"
@@ -257,6 +276,7 @@ def _leanest(cases: Sequence[_Case], request: Request, hardware: Hardware) -> li
         choice = case.choice
         groups.setdefault((choice.mesh, choice.schedule, choice.zero, case.price.model.solution), []).append(case)
     picked = [pick(g, key=lambda case: case.choice.micro_batch) for g in groups.values() for pick in (min, max)]
+    picked = [replace(case, price=smallest_logits(case.price, request)) for case in picked]
     bounds = [StageCosts(case.choice, case.price, request, hardware).average_bytes() for case in picked]
     return sorted(zip(bounds, picked, strict=True), key=lambda pair: pair[0])
 

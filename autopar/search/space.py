@@ -20,7 +20,8 @@ Recompute = str | int | tuple[int, ...]
 class Pins:
     """Choices fixed by the user; None leaves one free.
 
-    recompute: "none", "full", the number of layers in each stage, or the layer indices.
+    recompute: "none", "full", the number of layers in each stage, or the layer indices. loss_chunks: slices of the
+    vocabulary in which head and loss are computed, 1 for whole logits.
     """
 
     pp: int | None = None
@@ -30,6 +31,7 @@ class Pins:
     micro_batch: int | None = None
     schedule: str | None = None
     recompute: Recompute | None = None
+    loss_chunks: int | None = None
     forbid: Mapping[str, Collection[Any]] = field(default_factory=dict)  # by the names above
 
     def __post_init__(self) -> None:
@@ -37,7 +39,7 @@ class Pins:
         for name in self.forbid:
             if name not in names:
                 raise PlanError(f"forbid={name!r}: use one of {', '.join(sorted(names))}")
-        for name in ("pp", "dp", "tp", "micro_batch"):
+        for name in ("pp", "dp", "tp", "micro_batch", "loss_chunks"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PlanError(f"{name}={value}: use 1 or more")

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from autopar.ir.custom import LINEAR_CROSS_ENTROPY
 from autopar.rules.losses import MEAN, NONE, SUM
 from tests.numerics.rule_cases import Case, Operand, c, f, ids
 
@@ -52,6 +53,12 @@ CASES: dict[object, list[Case]] = {
     aten.cosine_embedding_loss.default: _reduced((f(12, 6), f(12, 6), Operand((12,), "side"), 0.1)),
     aten.cosine_similarity.default: [
         Case((f(12, 4, 6), f(12, 4, 6), -1)), Case((f(12, 4), c(12, 4), 0)), Case((f(12, 4, 6), f(4, 6), 2)),
+    ],
+    LINEAR_CROSS_ENTROPY: [
+        Case((f(12, 6), f(24, 6), ids(24, 12)), {"chunks": 3}),
+        Case((f(4, 6), f(13, 6), ids(13, 4), f(13)), {"chunks": 2, "ignore_index": 3}),
+        Case((f(7, 5), c(5, 5), ids(5, 7)), {"chunks": 2, "scale": 0.5, "softcap": 3.0}),
+        Case((c(12, 6), f(24, 6), ids(24, 12), c(24)), {"chunks": 5}),
     ],
     aten.nll_loss_nd.default: [
         Case((f(12, 24), ids(24, 12), None, reduction, 3)) for reduction in (NONE, MEAN, SUM)

@@ -14,6 +14,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from autopar.ir.custom import LINEAR_CROSS_ENTROPY
 from autopar.ir.graph import Block, Program, Role, info, node_inputs
 from autopar.placement import REPLICATE, Kind, Placement, Shard
 
@@ -117,6 +118,8 @@ def _run_node(node: fx.Node, held: Mapping[fx.Node, Ranks], size: int, values: M
     if node.target is aten.cross_entropy_loss.default and strategy.inputs[0] == Shard(1):
         logits: fx.Node = node.args[0]  # type: ignore[assignment]
         held = {**held, logits: convert(held[logits], Shard(1), REPLICATE)}
+    if node.target is LINEAR_CROSS_ENTROPY and strategy.inputs[1] == Shard(0):
+        return _vocabulary_loss(node, held)
     if node.target is aten.scaled_dot_product_attention.default and strategy.output == Shard(1) != strategy.inputs[1]:
         held = {**held, **{n: _one_head(held[n]) for n in node_inputs(node)[1:3]}}
     return [_call(node, lambda n, r=rank: held[n][r], values) for rank in range(size)]  # type: ignore[misc]
@@ -141,6 +144,18 @@ def _one_head(parts: Ranks) -> Ranks:
     """Of K/V heads that every rank has, the one that its query heads read: query heads are dealt out in order."""
     groups, size = parts[0].shape[1], len(parts)
     return [part[:, [rank // (size // groups)]] for rank, part in enumerate(parts)]
+
+
+def _vocabulary_loss(node: fx.Node, held: Mapping[fx.Node, Ranks]) -> Ranks:
+    """Each rank makes its own logits; the loss is of all of them."""
+    x, weight, target, *bias = (held[n] for n in node_inputs(node))
+    logits = [torch.nn.functional.linear(*parts) for parts in zip(x, weight, *bias, strict=True)]
+    scale, cap = node.kwargs.get("scale", 1.0), node.kwargs.get("softcap")
+    logits = [z * scale if cap is None else cap * torch.tanh(z * scale / cap) for z in logits]
+    ignored: Any = node.kwargs.get("ignore_index", -100)
+    logits = convert(logits, Shard(1), REPLICATE)
+    loss = torch.nn.functional.cross_entropy
+    return [loss(z, t, reduction="sum", ignore_index=ignored) for z, t in zip(logits, target, strict=True)]
 
 
 def _vocabulary_embedding(weight: Ranks, ids: Ranks) -> Ranks:

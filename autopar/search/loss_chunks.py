@@ -1,0 +1,45 @@
+"""In how many slices of the vocabulary head and loss may be computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from autopar.cost_models.compute import ModelPrice
+from autopar.cost_models.layer_costs import ModelCosts
+from autopar.errors import PlanError
+
+from .space import Pins, Request
+
+# Slices are doubled until what they leave of the logits is this share of the budget: more would free no more.
+_WORTH_FREEING = 0.01
+
+
+def loss_prices(price: ModelPrice, request: Request) -> Iterator[ModelPrice]:
+    """The model with whole logits, then with them in 2, 4, 8, … slices; or as pinned."""
+    pins, chunks = request.pins, 1
+    if pins.loss_chunks is not None:
+        yield price.with_chunks(pins.loss_chunks)
+        return
+    while True:
+        made = price.with_chunks(chunks)
+        if pins.allows("loss_chunks", chunks):
+            yield made
+        if price.epilogue_in is None or made.epilogue.logits_peak_bytes <= _WORTH_FREEING * request.budget_bytes:
+            return
+        chunks *= 2
+
+
+def smallest_logits(price: ModelPrice, request: Request) -> ModelPrice:
+    """The model with as little of its logits at once as the search may choose."""
+    return [price, *loss_prices(price, request)][-1]
+
+
+def chunkable(models: Mapping[int, Sequence[ModelCosts]], pins: Pins) -> dict[int, list[ModelCosts]]:
+    """The solutions of each tp that allow a pinned number of slices; PlanError where none does."""
+    if pins.loss_chunks in (None, 1):
+        return {tp: list(costs) for tp, costs in models.items()}
+    found = {tp: [c for c in costs if c.chunked is not None] for tp, costs in models.items()}
+    if not any(found.values()):
+        why = next(c.not_chunked for costs in models.values() for c in costs)
+        raise PlanError(f"loss_chunks={pins.loss_chunks}: {why}; use loss_chunks=1")
+    return {tp: costs for tp, costs in found.items() if costs}
