@@ -1,0 +1,102 @@
+"""The loss in slices of the vocabulary trains as the original does, under every way of spreading it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopar.cost_models.hardware import gpu
+from autopar.errors import PlanError
+from autopar.ir.graph import B, S
+from autopar.plan import Plan
+from autopar.search.layouts import MEGATRON_SP
+from autopar.search.op_costs import TimeCosts
+from tests.distributed.half import assert_bf16
+from tests.distributed.programs import Subject, assert_parity, gpt, llama, parallel, qwen, subject
+
+MODELS: dict[str, Callable[[torch.dtype], Subject]] = {"gpt": gpt, "llama": llama, "qwen2": qwen, "parallel": parallel}
+# A vocabulary of 97: over tp2 49 and 48 columns, in 3 slices 17, 17 and 15.
+PLANS: dict[str, tuple[str, dict[str, Any]]] = {
+    "one rank": ("llama", {}),
+    "tp2, tied": ("gpt", {"tp": 2}),
+    "tp2-sp, tied": ("qwen2", {"tp": 2, "layout": MEGATRON_SP}),
+    "zero3": ("llama", {"dp": 2, "micro_batch": 3, "zero": 3}),
+    "zero3, tied": ("gpt", {"dp": 2, "micro_batch": 3, "zero": 3}),
+    "pp2-gpipe": ("parallel", {"pp": 2, "schedule": "gpipe"}),
+    "pp2-tp2, tied over stages": ("gpt", {"pp": 2, "tp": 2}),
+    "dp2-tp2, zero3": ("gpt", {"dp": 2, "tp": 2, "micro_batch": 3, "zero": 3}),
+}
+
+
+def plan_of(name: str, dtype: torch.dtype, chunks: int = 3) -> tuple[Subject, Plan]:
+    model, choices = PLANS[name]
+    made = MODELS[model](dtype)
+    return made, replace(made.plan(**choices), loss_chunks=chunks)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_fp64(name: str) -> None:
+    made, plan = plan_of(name, torch.float64)
+    assert "linear_cross_entropy(" in made.source(plan)
+    assert_parity(made, plan)
+
+
+@pytest.mark.parametrize("name", ["tp2, tied", "zero3"])
+def test_fp32(name: str) -> None:
+    assert_parity(*plan_of(name, torch.float32))
+
+
+@pytest.mark.parametrize("name", ["pp2-tp2, tied over stages", "dp2-tp2, zero3"])
+def test_bf16(name: str) -> None:
+    assert_bf16(*plan_of(name, torch.bfloat16))
+
+
+class Capped(nn.Module):
+    """Gemma's head: a bias, a soft cap, labels shifted by slicing the logits; the body may be frozen."""
+
+    def __init__(self, frozen: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(97, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.head = nn.Linear(16, 97)
+        if frozen:
+            self.embedding.requires_grad_(False)
+            self.layers.requires_grad_(False)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            x = x + F.gelu(layer(x))
+        logits = self.head(x) * 0.5
+        logits = torch.tanh(logits / 2.0) * 2.0
+        return F.cross_entropy(logits[:, :-1].reshape(-1, 97), labels[:, 1:].reshape(-1))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("choices", [{"tp": 2}, {"dp": 2, "micro_batch": 3, "zero": 3}], ids=str)
+def test_a_capped_head_on_fewer_rows(choices: dict[str, Any], frozen: bool) -> None:
+    torch.manual_seed(0)
+    made = subject(Capped(frozen), torch.float64)
+    # At the sizes of a test summing logits over ranks would be cheaper than to share the vocabulary.
+    costs = TimeCosts(gpu("h100-sxm-80gb"), "fp64", 2, {B: 64, S: 4096})
+    plan = replace(made.plan(**choices, costs=costs), loss_chunks=4)
+    assert "softcap=2.0" in made.source(plan) and "scale=0.5" in made.source(plan)
+    assert_parity(made, plan)
+
+
+class Smoothed(Capped):
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.embedding(input_ids)).flatten(0, 1)
+        return F.cross_entropy(logits, labels.flatten(), label_smoothing=0.1)
+
+
+def test_a_loss_that_cannot_be_sliced_is_refused_with_its_reason() -> None:
+    made = subject(Smoothed(), torch.float64)
+    with pytest.raises(PlanError, match="loss_chunks=2: .*label smoothing"):
+        made.source(replace(made.plan(), loss_chunks=2))
