@@ -75,7 +75,8 @@ def with_chunks(block: Block, chunks: Any) -> Block:
 
 def _head(loss: fx.Node) -> Head | None:
     logits, target, *more = arguments(loss)
-    weight, reduction, _, smoothing = [*more, *(None, 1, -100, 0.0)[len(more) :]]
+    given: list[Any] = [*more, *(None, 1, -100, 0.0)[len(more) :]]
+    weight, reduction, _, smoothing = given
     probabilities = info(target).dtype.is_floating_point
     if loss.kwargs or weight is not None or reduction != _SUM or smoothing or probabilities:
         return None
@@ -123,9 +124,9 @@ def _passes(node: fx.Node, head: Head) -> bool:
 def _keeps_columns(node: fx.Node, operand: NodeInfo) -> bool:
     last = len(operand.shape) - 1
     if node.target is aten.slice.Tensor:
-        dim = arguments(node)[1] if len(node.args) > 1 else 0
+        dim: int = arguments(node)[1] if len(node.args) > 1 else 0
         return dim % (last + 1) != last
-    return info(node).shape[-1] == operand.shape[-1]
+    return bool(info(node).shape[-1] == operand.shape[-1])
 
 
 def _factor(node: fx.Node) -> float | None:

@@ -105,7 +105,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (log_sum_exp - chosen).masked_fill(~valid, 0).sum()
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, target, log_sum_exp, valid = ctx.saved_tensors
         for_x, for_weight, for_bias = ctx.needs_input_grad[:3]

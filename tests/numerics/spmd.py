@@ -150,9 +150,10 @@ def _vocabulary_loss(node: fx.Node, held: Mapping[fx.Node, Ranks]) -> Ranks:
     """Each rank makes its own logits; the loss is of all of them."""
     x, weight, target, *bias = (held[n] for n in node_inputs(node))
     logits = [torch.nn.functional.linear(*parts) for parts in zip(x, weight, *bias, strict=True)]
-    scale, cap = node.kwargs.get("scale", 1.0), node.kwargs.get("softcap")
+    options: dict[str, Any] = dict(node.kwargs)
+    scale, cap = options.get("scale", 1.0), options.get("softcap")
     logits = [z * scale if cap is None else cap * torch.tanh(z * scale / cap) for z in logits]
-    ignored: Any = node.kwargs.get("ignore_index", -100)
+    ignored = options.get("ignore_index", -100)
     logits = convert(logits, Shard(1), REPLICATE)
     loss = torch.nn.functional.cross_entropy
     return [loss(z, t, reduction="sum", ignore_index=ignored) for z, t in zip(logits, target, strict=True)]

@@ -147,14 +147,14 @@ def measured(loss: Any, dtype: torch.dtype) -> int:
         before = storage.peak
         loss(x, w, target).backward()
         gradients = sum(t.grad.nbytes for t in (x, w) if t.grad is not None)
-        return storage.peak - before - gradients
+        return int(storage.peak - before - gradients)
 
 
 def predicted(target: Any, dtype: torch.dtype, **options: Any) -> float:
     graph = fx.Graph()
 
     def tensor(name: str, shape: tuple[int, ...], kind: torch.dtype) -> fx.Node:
-        return set_info(graph.placeholder(name), NodeInfo(shape, kind))  # type: ignore[arg-type]
+        return set_info(graph.placeholder(name), NodeInfo(shape, kind))
 
     x, w, ids = tensor("x", (96, 16), dtype), tensor("w", (LARGE, 16), dtype), tensor("t", (96,), torch.int64)
     logits = tensor("z", (96, LARGE), dtype)
