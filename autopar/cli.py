@@ -252,13 +252,18 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     pins("--zero", type=int, choices=(0, 1, 2, 3), help="what replicas share out: states, gradients, parameters")
     pins("--micro-batch", type=int, metavar="SAMPLES", help="samples of a micro-batch")
     pins("--schedule", choices=SCHEDULES, help="of the pipeline")
-    pins("--recompute", type=_recompute, metavar="WHAT", help="none, full, layers a stage (2), or layers (0,1,5)")
+    pins(
+        "--recompute",
+        type=_recompute,
+        metavar="WHAT",
+        help="none, full, regions (attention core, mlp), groups of 2, layers a stage (2), or layers (0,1,5)",
+    )
     pins("--sequence-parallel", action=argparse.BooleanOptionalAction, help="Megatron's layout with or without it")
     pins("--forbid", action="append", default=[], metavar="NAME=VALUE", help="ban a choice: zero=3; may be repeated")
 
 
 def _recompute(text: str) -> str | int | tuple[int, ...]:
-    if text in ("none", "full"):
+    if not text.rstrip(",").replace(",", "").isdigit():
         return text
     layers = tuple(int(part) for part in text.rstrip(",").split(","))
     return layers[0] if len(layers) == 1 and not text.endswith(",") else layers

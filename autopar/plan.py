@@ -13,6 +13,7 @@ from .errors import PlanError
 from .mesh import AXES, Mesh
 from .placement import Strategy
 from .plan_form import check_form
+from .recompute import Again, from_plain, to_plain
 
 SCHEDULES = ("none", "gpipe", "1f1b")
 PRECISIONS = ("bf16", "fp32", "fp64")
@@ -48,8 +49,8 @@ class Optimizer:
 class Plan:
     """A complete plan.
 
-    `stages` holds the layer range [start, stop) of each pipeline stage; `recompute` the indices of the
-    layers whose activations are recomputed in backward. Batch sizes count samples, `sequence` tokens.
+    `stages` holds the layer range [start, stop) of each pipeline stage; `recompute` what backward computes
+    again, by ranges of layers in ascending order. Batch sizes count samples, `sequence` tokens.
     """
 
     mesh: Mesh
@@ -59,7 +60,7 @@ class Plan:
     stages: tuple[tuple[int, int], ...]
     schedule: str = "none"
     zero: int = 0
-    recompute: tuple[int, ...] = ()
+    recompute: tuple[Again, ...] = ()
     precision: str = "bf16"
     optimizer: Optimizer = Optimizer()
     loss_chunks: int = 1  # slices of the vocabulary in which head and loss are computed together
@@ -108,7 +109,7 @@ class Plan:
             "stages": [list(stage) for stage in self.stages],
             "schedule": self.schedule,
             "zero": self.zero,
-            "recompute": list(self.recompute),
+            "recompute": to_plain(self.recompute),
             "loss_chunks": self.loss_chunks,
             "precision": self.precision,
             "optimizer": {
@@ -138,7 +139,7 @@ class Plan:
             stages=tuple((start, stop) for start, stop in data["stages"]),
             schedule=data["schedule"],
             zero=data["zero"],
-            recompute=tuple(data["recompute"]),
+            recompute=from_plain(data["recompute"]),
             precision=data["precision"],
             optimizer=_read_optimizer(data["optimizer"]),
             loss_chunks=data.get("loss_chunks", 1),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from .errors import PlanError
+from .recompute import FORM, is_plain
 
 _AXES = {"pp", "dp", "tp"}  # cp may be left out
 
@@ -74,7 +75,10 @@ FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "stages": (_stages, "a layer range [start, stop] for each stage, as [[0, 12], [12, 24]]"),
     "schedule": (_text, "the name of a schedule"),
     "zero": (_whole, "0, 1, 2 or 3"),
-    "recompute": (_wholes, "the layers to recompute, as [0, 1, 5], or [] for none"),
+    "recompute": (
+        is_plain,
+        f"what to recompute of which layers, as {{0-11: mlp, 12: layer}}, or {{}} for none; words: {FORM}",
+    ),
     "loss_chunks": (_whole, "a whole number of slices of the vocabulary, 1 for whole logits"),
     "precision": (_text, "bf16, fp32 or fp64"),
     "optimizer": (_optimizer, "a name, kwargs and perhaps groups, as {name: AdamW, kwargs: {lr: 0.001}, groups: []}"),

@@ -6,8 +6,8 @@ T_block = max(Σ T_op, launches · t_launch)  the host runs ahead: a floor of bl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 
@@ -18,8 +18,10 @@ from autopar.cost_models.hardware import Hardware
 from autopar.cost_models.layer_costs import CHUNKS, B, LayerCosts, ModelCosts, S
 from autopar.errors import PlanError
 from autopar.mesh import Mesh
+from autopar.recompute import LAYER, Again, by_layer, choice, group_of
 
 _SMOOTHNESS = 4
+_LARGEST_GROUP = 8
 KINDS = ("matmul", "attention", "memory")
 # Kernels an op launches in backward: both gradients of a matmul, one otherwise.
 _BACKWARD_LAUNCHES = {"matmul": 2, "attention": 1, "memory": 1}
@@ -59,6 +61,19 @@ class PhaseTime:
 
 
 @dataclass(frozen=True)
+class AgainPrice:
+    """A choice of what backward computes again, per layer: bytes kept instead, seconds of what runs again.
+
+    live_bytes: what backward holds again at once, of all the layers of a group.
+    """
+
+    saved_bytes: float
+    time: PhaseTime
+    live_bytes: float
+    group: int = 1
+
+
+@dataclass(frozen=True)
 class BlockPrice:
     """A block with numbers: seconds and bytes of one micro-batch on one rank, recompute excluded."""
 
@@ -69,17 +84,27 @@ class BlockPrice:
     parameters: int
     tied_parameters: int
     saved_bytes: float
-    input_bytes: float
     working_bytes: float
     output_bytes: float
     buffer_bytes: int = 0
     data: tuple[tuple[str, float], ...] = ()  # (collective, bytes) over dp within forward and backward
     logits_bytes: float = 0.0  # of saved_bytes
     logits_peak_bytes: float = 0.0  # the most at once of one micro-batch, saved_bytes included
+    again: Mapping[str, AgainPrice] = field(default_factory=dict)
 
     @property
     def work_s(self) -> float:
         return self.forward.total_s + self.backward.total_s
+
+    def recomputed(self, what: str) -> AgainPrice:
+        """The price of a choice; in a group all layers but the last run to their end."""
+        if (size := group_of(what)) == 1:
+            if what not in self.again:
+                raise PlanError(f"recompute: {self.name} has no {what}: it has {', '.join(map(repr, self.again))}")
+            return self.again[what]
+        one = self.again[LAYER]
+        time = (self.forward * (size - 1) + one.time) * (1 / size)
+        return AgainPrice(one.saved_bytes / size, time, size * one.live_bytes, size)
 
 
 @dataclass(frozen=True)
@@ -125,9 +150,31 @@ class ModelPrice:
 
     @cached_property
     def least_saved_bytes(self) -> float:
-        """Activations of a micro-batch in the whole model, each layer recomputed where that saves."""
-        kept = sum(min(self.classes[c].input_bytes, self.classes[c].saved_bytes) for c in self.layers)
-        return self.prologue.saved_bytes + kept + self.epilogue.saved_bytes
+        """Activations of a micro-batch in the whole model, each layer with the choice that keeps least."""
+        kept = self.prologue.saved_bytes + self.epilogue.saved_bytes
+        for index, block in enumerate(self.classes):
+            names = [*block.again, f"groups of {self.longest_chains[index]}"] if block.again else []
+            least = min([block.saved_bytes, *(block.recomputed(choice(name)).saved_bytes for name in names)])
+            kept += least * self.layers.count(index)
+        return kept
+
+    @cached_property
+    def choices(self) -> tuple[tuple[str, ...], ...]:
+        """[class]: what may be recomputed of its layers; groups of up to 8 of those that follow each other."""
+        return tuple(
+            (*block.again, *(f"groups of {k}" for k in range(2, min(self.longest_chains[i], _LARGEST_GROUP) + 1)))
+            for i, block in enumerate(self.classes)
+        )
+
+    @cached_property
+    def longest_chains(self) -> tuple[int, ...]:
+        """[class]: how many layers of it follow each other at most, where they all do; else 1."""
+        chains = self.model.chains or tuple(range(len(self.layers)))
+        longest = []
+        for index in range(len(self.classes)):
+            own = {chain for chain, c in zip(chains, self.layers, strict=True) if c == index}
+            longest.append(self.layers.count(index) if len(own) == 1 else 1)
+        return tuple(longest)
 
     @cached_property
     def parameters(self) -> int:
@@ -138,21 +185,25 @@ class ModelPrice:
 
 @dataclass(frozen=True)
 class StageShape:
-    """What a stage is made of: layers and recomputed layers of each class, ends of the model."""
+    """What a stage is made of: layers of each class, of these how many with each recompute, ends of the model."""
 
     counts: tuple[int, ...]
-    recomputed: tuple[int, ...]
+    recomputed: tuple[tuple[tuple[str, int], ...], ...]
     first: bool
     last: bool
 
 
 @dataclass(frozen=True)
 class StageTime:
-    """One micro-batch through a stage. `recompute` is the forward that backward repeats."""
+    """One micro-batch through a stage. `again`: by choice, the parts of the forward that backward repeats."""
 
     forward: PhaseTime
     backward: PhaseTime
-    recompute: PhaseTime
+    again: Mapping[str, PhaseTime]
+
+    @property
+    def recompute(self) -> PhaseTime:
+        return sum(self.again.values(), PhaseTime())
 
     @property
     def total_s(self) -> float:
@@ -191,32 +242,42 @@ def _in_chunks(
     return at
 
 
-def stage_shape(price: ModelPrice, start: int, stop: int, recompute: Iterable[int] = ()) -> StageShape:
+def stage_shape(price: ModelPrice, start: int, stop: int, recompute: Iterable[Again] = ()) -> StageShape:
     """The stage of layers [start, stop); the ends of the model belong to the first and last layer."""
-    counts, recomputed = [0] * len(price.classes), [0] * len(price.classes)
+    counts = [0] * len(price.classes)
+    recomputed: list[dict[str, int]] = [{} for _ in price.classes]
+    chosen = by_layer(recompute)
     for layer in range(start, stop):
         counts[price.layers[layer]] += 1
-    for layer in recompute:
-        if start <= layer < stop:
-            recomputed[price.layers[layer]] += 1
-    return StageShape(tuple(counts), tuple(recomputed), start == 0, stop == len(price.layers))
+        if what := chosen.get(layer):
+            own = recomputed[price.layers[layer]]
+            own[what] = own.get(what, 0) + 1
+    again = tuple(tuple(sorted(own.items())) for own in recomputed)
+    return StageShape(tuple(counts), again, start == 0, stop == len(price.layers))
 
 
-def stage_blocks(price: ModelPrice, shape: StageShape) -> list[tuple[BlockPrice, int, int]]:
-    """(block, copies, copies recomputed), in forward order up to the mixing of classes."""
-    blocks = [(price.prologue, 1, 0)] if shape.first else []
-    blocks += [item for item in zip(price.classes, shape.counts, shape.recomputed, strict=True) if item[1]]
-    return blocks + ([(price.epilogue, 1, 0)] if shape.last else [])
+def stage_blocks(price: ModelPrice, shape: StageShape) -> list[tuple[BlockPrice, int, list[tuple[AgainPrice, int]]]]:
+    """(block, copies, [(choice, copies recomputed so)]), in forward order up to the mixing of classes."""
+    blocks: list[tuple[BlockPrice, int, list[tuple[AgainPrice, int]]]] = []
+    if shape.first:
+        blocks.append((price.prologue, 1, []))
+    for block, count, chosen in zip(price.classes, shape.counts, shape.recomputed, strict=True):
+        if count:
+            blocks.append((block, count, [(block.recomputed(what), n) for what, n in chosen]))
+    return [*blocks, (price.epilogue, 1, [])] if shape.last else blocks
 
 
 def stage_time(price: ModelPrice, shape: StageShape) -> StageTime:
     """Seconds of one micro-batch."""
-    forward = backward = recompute = PhaseTime()
-    for block, count, again in stage_blocks(price, shape):
+    forward = backward = PhaseTime()
+    again: dict[str, PhaseTime] = {}
+    for block, count, _ in stage_blocks(price, shape):
         forward += block.forward * count
         backward += block.backward * count
-        recompute += block.forward * again
-    return StageTime(forward, backward, recompute)
+    for block, chosen in zip(price.classes, shape.recomputed, strict=True):
+        for what, n in chosen:
+            again[what] = again.get(what, PhaseTime()) + block.recomputed(what).time * n
+    return StageTime(forward, backward, again)
 
 
 def op_time_s(kind: str, flops: float, size_bytes: float, hardware: Hardware, precision: str) -> float:
@@ -251,7 +312,8 @@ def _evaluator(layer: LayerCosts) -> Callable[[int, int, int], list[float]]:
         expressions += [op.forward_flops, op.forward_bytes, op.backward_flops, op.backward_bytes]
         expressions += op.launches or (1, _BACKWARD_LAUNCHES[op.kind])
     expressions += [transfer.size_bytes for transfer in (*layer.transfers, *layer.data_transfers)]
-    expressions += [layer.saved_bytes, layer.input_bytes, layer.working_bytes, layer.output_bytes]
+    expressions += [size for again in layer.again for size in (again.saved_bytes, again.live_bytes)]
+    expressions += [layer.saved_bytes, layer.working_bytes, layer.output_bytes]
     expressions += [layer.logits_bytes, layer.logits_peak_bytes]
     expressions = [sympy.sympify(expression) for expression in expressions]
     unique = list(dict.fromkeys(expressions))
@@ -267,37 +329,57 @@ def _evaluator(layer: LayerCosts) -> Callable[[int, int, int], list[float]]:
 
 
 def _price(layer: LayerCosts, values: list[float], hardware: Hardware, precision: str, tp: Group) -> BlockPrice:
-    forward = dict.fromkeys(KINDS, 0.0)
     backward = dict.fromkeys(KINDS, 0.0)
-    launches, backward_launches = 0.0, 0.0
+    backward_launches = 0.0
+    ops: list[tuple[float, float]] = []
     for index, op in enumerate(layer.ops):
         f_flops, f_bytes, b_flops, b_bytes, f_launches, b_launches = values[6 * index : 6 * index + 6]
-        forward[op.kind] += op_time_s(op.kind, f_flops, f_bytes, hardware, precision)
+        ops.append((op_time_s(op.kind, f_flops, f_bytes, hardware, precision), f_launches))
         backward[op.kind] += op_time_s(op.kind, b_flops, b_bytes, hardware, precision)
-        launches += f_launches
         backward_launches += b_launches if b_flops or b_bytes else 0
     at = 6 * len(layer.ops)
     comm = dict.fromkeys(("forward", "backward", "sync"), 0.0)
+    comm_s: list[float] = []
     for transfer, size_bytes in zip(layer.transfers, values[at:], strict=False):
-        comm[transfer.phase] += collective_time_s(transfer.collective, size_bytes, tp, hardware)
+        comm_s.append(collective_time_s(transfer.collective, size_bytes, tp, hardware))
+        comm[transfer.phase] += comm_s[-1]
     over_dp = zip(layer.data_transfers, values[at + len(layer.transfers) :], strict=False)
-    saved, inputs, working, output, logits, logits_peak = values[-6:]
+    saved, working, output, logits, logits_peak = values[-5:]
+    kept = values[-5 - 2 * len(layer.again) : -5]
+    again = {
+        part.what: AgainPrice(
+            kept[2 * i],
+            _forward(layer, ops, part.ops, sum(comm_s[t] for t in part.transfers), hardware),
+            kept[2 * i + 1],
+        )
+        for i, part in enumerate(layer.again)
+    }
     return BlockPrice(
         name=layer.name,
-        forward=_phase(forward, launches, comm["forward"], hardware),
+        forward=_forward(layer, ops, range(len(ops)), comm["forward"], hardware),
         backward=_phase(backward, backward_launches, comm["backward"], hardware),
         sync_s=comm["sync"],
         parameters=layer.parameters,
         tied_parameters=layer.tied_parameters,
         saved_bytes=saved,
-        input_bytes=inputs,
         working_bytes=working,
         output_bytes=output,
         buffer_bytes=layer.buffer_bytes,
         data=tuple((transfer.collective, size_bytes) for transfer, size_bytes in over_dp),
         logits_bytes=logits,
         logits_peak_bytes=logits_peak,
+        again=again,
     )
+
+
+def _forward(
+    layer: LayerCosts, ops: Sequence[tuple[float, float]], places: Sequence[int], tp_s: float, hardware: Hardware
+) -> PhaseTime:
+    """Seconds of some of the block's ops, by kind; ops: (seconds, launches) of each."""
+    seconds = dict.fromkeys(KINDS, 0.0)
+    for place in places:
+        seconds[layer.ops[place].kind] += ops[place][0]
+    return _phase(seconds, sum(ops[place][1] for place in places), tp_s, hardware)
 
 
 def _phase(seconds: dict[str, float], launches: float, tp_s: float, hardware: Hardware) -> PhaseTime:

@@ -88,8 +88,11 @@ def _units(price: ModelPrice, shape: StageShape, setting: Setting) -> list[_Unit
     root, _ = root_parameters(price, shape)
     first = price.prologue if shape.first else None
     units = [unit(first.forward.total_s if first else 0.0, first.backward.total_s if first else 0.0, root)]
-    for block, count, again in zip(price.classes, shape.counts, shape.recomputed, strict=True):
-        plain = unit(block.forward.total_s, block.backward.total_s, block.parameters)
-        longer = replace(plain, backward_s=plain.backward_s + plain.forward_s)
-        units += [longer] * again + [plain] * (count - again)
+    for block, count, chosen in zip(price.classes, shape.counts, shape.recomputed, strict=True):
+        forward_s, backward_s = block.forward.total_s, block.backward.total_s
+        for what, n in chosen:  # a group is one unit
+            again = block.recomputed(what)
+            longer_s, size = backward_s + again.time.total_s, again.group
+            units += [unit(size * forward_s, size * longer_s, size * block.parameters)] * (n // size)
+        units += [unit(forward_s, backward_s, block.parameters)] * (count - sum(n for _, n in chosen))
     return units

@@ -7,26 +7,26 @@ what its GPU kernel saves for backward (not what a CPU or meta trace saves: othe
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 
 import sympy
 import torch
 from torch import fx
 
+from autopar.cost_models.again import Move, again_costs, largest
 from autopar.cost_models.layer_costs import CHUNKS, LayerCosts, ModelCosts, OpCost, Transfer
-from autopar.cost_models.logits import LogitsCost, head_costs, logits_cost
-from autopar.ir.custom import EXPERTS, LINEAR_CROSS_ENTROPY
+from autopar.cost_models.logits import head_costs, logits_cost
+from autopar.ir.chains import chains
+from autopar.ir.custom import LINEAR_CROSS_ENTROPY
 from autopar.ir.graph import (
     EPILOGUE,
     PROLOGUE,
     TABLES,
-    B,
     Block,
     NodeInfo,
     Program,
     Role,
-    S,
     Shape,
     arguments,
     info,
@@ -36,18 +36,14 @@ from autopar.ir.graph import (
     update_info,
 )
 from autopar.ir.heads import find_heads, why_no_head, with_chunks
-from autopar.placement import GRAD_PARTIAL, REPLICATE, Kind, Placement, Strategy, conversion
+from autopar.placement import GRAD_PARTIAL, Placement, Strategy, conversion
 from autopar.plan import Solution
 from autopar.rules import Axis, Rule, rule_of
 from autopar.rules.data_axis import DataTypes, data_types, is_batch_statistic
+from autopar.rules.saved import Saved, local_bytes, numel, tensor_bytes
 
 aten = torch.ops.aten
 _ZERO = sympy.Integer(0)
-
-
-def tensor_bytes(facts: NodeInfo) -> sympy.Expr:
-    """Bytes of the whole tensor."""
-    return _numel(facts.shape) * facts.dtype.itemsize
 
 
 def op_cost(node: fx.Node, strategy: Strategy, rule: Rule, tp: int) -> OpCost:
@@ -56,8 +52,8 @@ def op_cost(node: fx.Node, strategy: Strategy, rule: Rule, tp: int) -> OpCost:
     result = info(node)
     sharded = strategy.output.is_shard or any(p.is_shard for p in strategy.inputs)
     flops = _flops(operands, result, rule, node) / (tp if sharded else 1)
-    read = [_local_bytes(o, p, tp) for o, p in zip(operands, strategy.inputs, strict=True)]
-    written = _local_bytes(result, strategy.output, tp)
+    read = [local_bytes(o, p, tp) for o, p in zip(operands, strategy.inputs, strict=True)]
+    written = local_bytes(result, strategy.output, tp)
     forward = sympy.Add(*read) + written
     gradients = [r for r, o in zip(read, operands, strict=True) if o.requires_grad]
     backward = forward + sympy.Add(*gradients) if result.requires_grad else _ZERO
@@ -121,7 +117,7 @@ def describe(program: Program, solution: Solution, values: Mapping[sympy.Symbol,
         for name, block in program.blocks.items()
         if program.count(name)
     }
-    empty = LayerCosts("none", (), (), 0, 0, _ZERO, _ZERO, _ZERO, _ZERO)
+    empty = LayerCosts("none", (), (), 0, 0, _ZERO, _ZERO, _ZERO)
     typed = data_types(program)
     costs = {name: replace(c, data_transfers=_data_transfers(program.blocks[name], typed)) for name, c in costs.items()}
     chunked = _chunked_epilogue(program, solution, axis)
@@ -144,6 +140,7 @@ def describe(program: Program, solution: Solution, values: Mapping[sympy.Symbol,
         tables_bytes=costs[TABLES].buffer_bytes if TABLES in costs else 0,
         chunked=None if isinstance(chunked, str) else replace(chunked, data_transfers=costs[EPILOGUE].data_transfers),
         not_chunked=chunked if isinstance(chunked, str) else "",
+        chains=chains(program),
     )
 
 
@@ -159,7 +156,7 @@ def _data_transfers(block: Block, types: DataTypes) -> tuple[Transfer, ...]:
     for value, to in dict.fromkeys(wanted):
         found += conversion_transfers(info(value), types.strategies[value].output, to)
     for node in filter(is_batch_statistic, block.ops):
-        size = _numel(info(node).shape[1:2]) * 4
+        size = numel(info(node).shape[1:2]) * 4
         found += [Transfer("all_reduce", size, phase) for phase in ("forward", "forward", "backward")]
     return tuple(found)
 
@@ -178,135 +175,62 @@ def _chunked_epilogue(program: Program, solution: Solution, axis: Axis) -> Layer
 
 
 def _layer_costs(program: Program, block: Block, strategies: Mapping[str, Strategy], axis: Axis) -> LayerCosts:
-    typed = _Typed(block, strategies, axis)
+    saved = Saved(block, strategies, axis.size)
+    moves = block_transfers(saved)
+    logits = [cost for n in block.ops if (cost := logits_cost(n, strategies[n.name], axis.size)) is not None]
+    is_layer = any(c.block == block.name for c in program.layer_calls)
     call = program.call_of(block.name)
     own = tied = 0
     for node in block.placeholders(Role.PARAMETER):
-        size = _local_numel(info(node).shape, typed.of[node.name].output, axis)
+        size = _local_numel(info(node).shape, strategies[node.name].output, axis)
         name = call.full_name(info(node).ref)
         if name in program.tied:
             tied += size
         else:
             own += size
     results = [n for n in block.results if info(n).requires_grad and info(n).shape != ()]
-    kept = [n for n in block.placeholders(Role.VALUE) if info(n).requires_grad]
     return LayerCosts(
         name=block.name,
-        ops=tuple(cost for n in block.ops for cost in op_costs(n, typed.of[n.name], rule_of(n), axis.size)),
-        transfers=tuple(typed.transfers()),
+        ops=tuple(cost for n in block.ops for cost in op_costs(n, strategies[n.name], rule_of(n), axis.size)),
+        transfers=tuple(move.transfer for move in moves),
         parameters=own,
         tied_parameters=tied,
-        saved_bytes=typed.saved_bytes(),
-        input_bytes=_total(_local_bytes(info(n), typed.of[n.name].output, axis.size) for n in kept),
-        working_bytes=typed.working_bytes(),
-        output_bytes=_total(_local_bytes(info(n), typed.of[n.name].output, axis.size) for n in results),
+        saved_bytes=saved.total_bytes(),
+        working_bytes=_working_bytes(saved),
+        output_bytes=_total(local_bytes(info(n), strategies[n.name].output, axis.size) for n in results),
         buffer_bytes=sum(int(tensor_bytes(info(n))) for n in block.placeholders(Role.BUFFER) if not is_count(info(n))),
-        logits_bytes=_total(cost.kept_bytes for cost in typed.logits()),
-        logits_peak_bytes=_largest([cost.peak_bytes for cost in typed.logits()]),
+        logits_bytes=_total(cost.kept_bytes for cost in logits),
+        logits_peak_bytes=largest([cost.peak_bytes for cost in logits]),
+        again=again_costs(saved, moves) if is_layer else (),
     )
 
 
-@dataclass(frozen=True)
-class _Typed:
-    """A block with its strategies."""
-
-    block: Block
-    of: Mapping[str, Strategy]
-    axis: Axis
-
-    def reads(self, node: fx.Node) -> list[tuple[fx.Node, Placement]]:
-        return list(zip(node_inputs(node), self.of[node.name].inputs, strict=True))
-
-    def transfers(self) -> list[Transfer]:
-        """Each conversion once, however many ops read its result."""
-        found: list[Transfer] = []
-        wanted = dict.fromkeys((value, placement) for n in self.block.ops for value, placement in self.reads(n))
-        for value, target in wanted:
-            found += conversion_transfers(info(value), self.of[value.name].output, target)
-        for node in self.block.ops:
-            found += op_transfers(node, self.of[node.name])
-        for node in self.block.placeholders(Role.PARAMETER):
-            found += parameter_transfers(info(node), self.of[node.name].output)
-        return found
-
-    def logits(self) -> list[LogitsCost]:
-        """What the logits of each loss cost."""
-        return [cost for node in self.block.ops if (cost := self._logits(node)) is not None]
-
-    def _logits(self, node: fx.Node) -> LogitsCost | None:
-        return logits_cost(node, self.of[node.name], self.axis.size)
-
-    def saved_bytes(self) -> sympy.Expr:
-        """Activations kept for backward: each stored tensor once, by the placement it is read in."""
-        kept: dict[tuple[fx.Node, Placement], sympy.Expr] = {}
-        extra = _ZERO
-        for node in self.block.ops:
-            if not info(node).requires_grad:
-                continue
-            strategy = self.of[node.name]
-            extra += _statistics(node) / (self.axis.size if strategy.output.is_shard else 1)
-            extra += _inside_experts(node, strategy, self.axis.size)
-            for position in rule_of(node).saves:
-                value, placement = (node, strategy.output) if position < 0 else self.reads(node)[position]
-                if position >= 0 and not self._needed(node, position):
-                    continue
-                root = _storage(value)
-                converted = placement != self.of[value.name].output
-                is_stored = info(root).role in (Role.PARAMETER, Role.BUFFER, Role.INPUT) or not (
-                    info(root).requires_grad or info(root).role is Role.OP
-                )
-                if is_stored and not converted:
-                    continue
-                key = (value if converted else root, _stored_as(placement))
-                kept[key] = _local_bytes(info(value), placement, self.axis.size)
-                if node.target is aten.cross_entropy_loss.default and (cost := self._logits(node)) is not None:
-                    kept[key] = cost.kept_bytes  # half-precision logits are cast to fp32
-        return _total(kept.values()) + extra
-
-    def _needed(self, node: fx.Node, position: int) -> bool:
-        """A factor of a product is kept only if the other one has a gradient."""
-        if node.target is not aten.mul.Tensor:
-            return True
-        operands = node_inputs(node)
-        others = [o for i, o in enumerate(operands) if i != position]
-        return any(info(o).requires_grad for o in others) or len(operands) == 1
-
-    def working_bytes(self) -> sympy.Expr:
-        """The largest op's operands and result, which backward holds again as gradients."""
-        sizes = []
-        for node in self.block.ops:
-            if (cost := self._logits(node)) is not None:
-                sizes.append(cost.peak_bytes - cost.kept_bytes + _accumulated(node, self.of[node.name], self.axis.size))
-                continue
-            values = [(v, p) for v, p in self.reads(node) if info(v).role is not Role.PARAMETER]
-            both = [*values, (node, self.of[node.name].output)]
-            sizes.append(_total(_local_bytes(info(v), p, self.axis.size) for v, p in both))
-        return _largest(sizes)
+def block_transfers(saved: Saved) -> list[Move]:
+    """Each conversion once, however many ops read its result; collectives within ops; sums of gradients."""
+    found: list[Move] = []
+    first = {read: n for n in reversed(saved.block.ops) for read in saved.reads(n)}
+    for value, target in dict.fromkeys(read for n in saved.block.ops for read in saved.reads(n)):
+        for transfer in conversion_transfers(info(value), saved.of[value.name].output, target):
+            found.append(Move(transfer, value, first[value, target]))
+    for node in saved.block.ops:
+        found += [Move(transfer, node, node) for transfer in op_transfers(node, saved.of[node.name])]
+    for node in saved.block.placeholders(Role.PARAMETER):
+        sums = parameter_transfers(info(node), saved.of[node.name].output)
+        found += [Move(transfer, node, None) for transfer in sums]
+    return found
 
 
-def _largest(sizes: list[sympy.Expr]) -> sympy.Expr:
-    """The largest of some sizes in b and s, judged at b = 1, s = 4096; sympy.Max of many would be slow."""
-    at = {B: 1, S: 4096, CHUNKS: 1}
-    plain, chunked = (
-        max([s for s in sizes if (CHUNKS in s.free_symbols) == it], key=lambda s: float(s.subs(at)), default=_ZERO)
-        for it in (False, True)
-    )
-    return sympy.Max(plain, chunked, evaluate=False) if chunked else plain
-
-
-def _stored_as(placement: Placement) -> Placement:
-    """Both whole placements are the same storage."""
-    return REPLICATE if placement.kind is Kind.GRAD_PARTIAL else placement
-
-
-def _storage(node: fx.Node) -> fx.Node:
-    """The node whose storage this one shares, through views. A reshape of a transpose copies."""
-    while node.op == "call_function" and rule_of(node).kind == "view" and node_inputs(node):
-        source = node_inputs(node)[0]
-        if node.target is aten.reshape.default and source.target in (aten.transpose.int, aten.permute.default):
-            return node
-        node = source
-    return node
+def _working_bytes(saved: Saved) -> sympy.Expr:
+    """The largest op's operands and result, which backward holds again as gradients."""
+    sizes = []
+    for node in saved.block.ops:
+        if (cost := logits_cost(node, saved.of[node.name], saved.tp)) is not None:
+            sizes.append(cost.peak_bytes - cost.kept_bytes + _accumulated(node, saved.of[node.name], saved.tp))
+            continue
+        values = [(v, p) for v, p in saved.reads(node) if info(v).role is not Role.PARAMETER]
+        both = [*values, (node, saved.of[node.name].output)]
+        sizes.append(_total(local_bytes(info(v), p, saved.tp) for v, p in both))
+    return largest(sizes)
 
 
 def _accumulated(node: fx.Node, strategy: Strategy, tp: int) -> sympy.Expr:
@@ -315,40 +239,15 @@ def _accumulated(node: fx.Node, strategy: Strategy, tp: int) -> sympy.Expr:
         return _ZERO
     rows = info(node_inputs(node)[0])
     bytes_each = max(4, rows.dtype.itemsize) + rows.dtype.itemsize
-    return _numel(rows.shape) * bytes_each / (tp if strategy.inputs[0].is_shard else 1)
-
-
-def _statistics(node: fx.Node) -> sympy.Expr:
-    """What a GPU kernel keeps beside tensors of the graph: fp32 statistics, log-sum-exp, dropout masks."""
-    shape = info(node).shape
-    if node.target is aten.layer_norm.default:
-        return 2 * 4 * _numel(shape[:-1])
-    if node.target is aten.rms_norm.default:
-        return 4 * _numel(shape[:-1])
-    if node.target is aten.scaled_dot_product_attention.default:
-        return 4 * _numel(shape[:-1])
-    if node.target is aten.dropout.default:
-        return _numel(shape)
-    if node.target is LINEAR_CROSS_ENTROPY:  # log-sum-exp, and whether a row counts
-        return (info(node).dtype.itemsize + 1) * info(node_inputs(node)[0]).shape[0]
-    return _ZERO
-
-
-def _inside_experts(node: fx.Node, strategy: Strategy, tp: int) -> sympy.Expr:
-    """What autograd keeps of each (token, expert) pair: row and result of d, and four values of the width f."""
-    if node.target is not EXPERTS:
-        return _ZERO
-    x, index, _, gate, *_ = (info(n) for n in node_inputs(node))
-    width = gate.shape[1] / (tp if strategy.inputs[3].is_shard else 1)
-    return _numel(index.shape) * (2 * x.shape[1] + 4 * width) * x.dtype.itemsize
+    return numel(rows.shape) * bytes_each / (tp if strategy.inputs[0].is_shard else 1)
 
 
 def _flops(operands: list[NodeInfo], result: NodeInfo, rule: Rule, node: fx.Node) -> sympy.Expr:
     if rule.kind == "opaque":
-        return int(arguments(node)[4]) * _numel(operands[0].shape[:-1])
+        return int(arguments(node)[4]) * numel(operands[0].shape[:-1])
     if rule.kind == "experts":
         _, index, _, gate = operands[:4]
-        return 2 * 3 * _numel(index.shape) * _numel(gate.shape[1:])
+        return 2 * 3 * numel(index.shape) * numel(gate.shape[1:])
     if rule.kind not in ("matmul", "attention"):
         return _ZERO
     sizes: dict[str, sympy.Expr] = {}
@@ -357,15 +256,11 @@ def _flops(operands: list[NodeInfo], result: NodeInfo, rule: Rule, node: fx.Node
             if factor is not None:
                 sizes.setdefault(factor, size)
     if rule.kind == "matmul":
-        return 2 * _numel(tuple(sizes.values()))
+        return 2 * numel(tuple(sizes.values()))
     # Two products, over e and over f; half of the pairs when causal.
     pairs = sizes["b"] * operands[0].shape[1] * sizes["s"] * sizes["t"]
     causal = len(node.args) > 5 and bool(node.args[5]) or bool(node.kwargs.get("is_causal"))
     return 2 * pairs * (sizes["e"] + sizes["f"]) / (2 if causal else 1)
-
-
-def _local_bytes(facts: NodeInfo, placement: Placement, tp: int) -> sympy.Expr:
-    return tensor_bytes(facts) / (tp if placement.is_shard else 1)
 
 
 def _local_numel(shape: Shape, placement: Placement, axis: Axis) -> int:
@@ -374,10 +269,6 @@ def _local_numel(shape: Shape, placement: Placement, axis: Axis) -> int:
     if placement.is_shard:
         sizes[placement.dim] = -(-sizes[placement.dim] // axis.size)
     return prod(sizes)
-
-
-def _numel(shape: Shape) -> sympy.Expr:
-    return sympy.Mul(*shape) if shape else sympy.Integer(1)
 
 
 def _total(sizes: Iterable[sympy.Expr]) -> sympy.Expr:

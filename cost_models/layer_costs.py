@@ -45,12 +45,27 @@ class Transfer:
 
 
 @dataclass(frozen=True)
+class AgainCosts:
+    """One choice of what a layer computes again in backward: `what` is a text of `autopar.recompute`.
+
+    saved_bytes: kept from forward to backward instead. live_bytes: what backward holds again at once.
+    ops, transfers: places in the block's of what runs again (all up to the last op that keeps something).
+    """
+
+    what: str
+    saved_bytes: sympy.Expr
+    live_bytes: sympy.Expr
+    ops: tuple[int, ...]
+    transfers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class LayerCosts:
     """One block under one solution.
 
     parameters: elements this rank holds before data sharding (tied copies counted once, in the first block).
     saved_bytes: activations kept from forward to backward for one micro-batch, without recompute.
-    input_bytes: what is kept instead when the block is recomputed (its inputs).
+    again: what of it can be recomputed, the whole layer last; none for the ends of a model.
     working_bytes: the largest transient beside what is saved (workspace of one op, its gradient).
     output_bytes: what the block sends to the next one (hidden states), also the size of their gradient.
     buffer_bytes: of the model's buffers that it reads, whole on each rank.
@@ -64,13 +79,13 @@ class LayerCosts:
     parameters: int
     tied_parameters: int  # elements that another block also holds (an extra copy when the two are on different stages)
     saved_bytes: sympy.Expr
-    input_bytes: sympy.Expr
     working_bytes: sympy.Expr
     output_bytes: sympy.Expr
     buffer_bytes: int = 0
     data_transfers: tuple[Transfer, ...] = ()
     logits_bytes: sympy.Expr = sympy.Integer(0)
     logits_peak_bytes: sympy.Expr = sympy.Integer(0)
+    again: tuple[AgainCosts, ...] = ()
 
     @property
     def model_flops(self) -> sympy.Expr:
@@ -82,7 +97,8 @@ class LayerCosts:
 class ModelCosts:
     """The whole model under one tp solution: prologue, each layer in order, epilogue.
 
-    `layers[i]` is the class name of layer i; `classes` maps names to costs.
+    `layers[i]` is the class name of layer i; `classes` maps names to costs. `chains[i]` numbers the chain of layers
+    that it belongs to, any neighbours of which can be recomputed as one (empty: none can).
     `unsharded_flops`: forward FLOPs of one micro-batch of the original model (for MFU: ×3 with backward).
     `sharded_fraction`: share of FLOPs that tp divides, 0 to 1, at the given b, s.
     `tables_bytes`: buffers that every stage has, to make what its layers read.
@@ -101,6 +117,7 @@ class ModelCosts:
     tables_bytes: int = 0
     chunked: LayerCosts | None = None
     not_chunked: str = "the model has no cross-entropy"
+    chains: tuple[int, ...] = ()
 
 
-__all__ = ["CHUNKS", "B", "LayerCosts", "ModelCosts", "OpCost", "S", "Transfer"]
+__all__ = ["CHUNKS", "AgainCosts", "B", "LayerCosts", "ModelCosts", "OpCost", "S", "Transfer"]

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from autopar.cost_models.compute import BlockPrice, ModelPrice, StageShape, stage_blocks
+from autopar.cost_models.compute import AgainPrice, BlockPrice, ModelPrice, StageShape, stage_blocks
 from autopar.cost_models.hardware import Hardware
 from autopar.errors import PlanError
 from autopar.plan import Optimizer
@@ -71,7 +71,7 @@ class StageMemory:
 
     parameters: int
     root_parameters: int  # in no layer: embedding, final norm, head
-    largest_layer_parameters: int
+    largest_layer_parameters: int  # of one unit: a layer, or a group of layers recomputed as one
     saved_bytes: float
     transient_bytes: float  # beside what is saved: workspace, one recomputed layer
     in_flight: int
@@ -88,12 +88,12 @@ def stage_memory(price: ModelPrice, shape: StageShape, in_flight: int, receives_
     The peak is at the start of a backward pass: in the epilogue with its workspace, or in the first layer
     after it, when what the epilogue saved is free again.
     """
-    classes = zip(price.classes, shape.counts, shape.recomputed, strict=True)
-    inner = [(block, count, again) for block, count, again in classes if count]
+    blocks = stage_blocks(price, shape)
+    inner = [item for item in blocks if item[0] is not price.prologue and item[0] is not price.epilogue]
     saved = 0.0
-    for block, count, again in stage_blocks(price, shape):
-        saved += count * block.saved_bytes - again * (block.saved_bytes - block.input_bytes)
-    layer_peak = max((again_bytes(block, again > 0) for block, _, again in inner), default=0.0)
+    for block, count, again in blocks:
+        saved += count * block.saved_bytes - sum(n * (block.saved_bytes - choice.saved_bytes) for choice, n in again)
+    layer_peak = max((again_bytes(block, [choice for choice, _ in again]) for block, _, again in inner), default=0.0)
     ends = [price.prologue.working_bytes] if shape.first else []
     logits = logits_at_peak = 0.0
     if shape.last:
@@ -108,21 +108,24 @@ def stage_memory(price: ModelPrice, shape: StageShape, in_flight: int, receives_
     return StageMemory(
         parameters=layers + root + tied,
         root_parameters=root,
-        largest_layer_parameters=max((block.parameters for block, _, _ in inner), default=0),
+        largest_layer_parameters=max(
+            (block.parameters * max([1, *(choice.group for choice, _ in again)]) for block, _, again in inner),
+            default=0,
+        ),
         saved_bytes=saved,
         transient_bytes=max([0.0, layer_peak, *ends]),
         in_flight=in_flight,
         receives_bytes=receives_bytes,
-        buffer_bytes=price.model.tables_bytes + sum(b.buffer_bytes * n for b, n, _ in stage_blocks(price, shape)),
+        buffer_bytes=price.model.tables_bytes + sum(b.buffer_bytes * n for b, n, _ in blocks),
         logits_bytes=logits,
         logits_at_peak_bytes=logits_at_peak,
         loss_chunks=price.loss_chunks,
     )
 
 
-def again_bytes(block: BlockPrice, recomputed: bool) -> float:
-    """What a layer needs in backward beside what was kept: workspace, and all it saves if recomputed."""
-    return block.working_bytes + (block.saved_bytes if recomputed else 0.0)
+def again_bytes(block: BlockPrice, choices: Iterable[AgainPrice]) -> float:
+    """What a layer needs in backward beside what was kept: workspace, and what recompute makes again at once."""
+    return block.working_bytes + max((choice.live_bytes for choice in choices), default=0.0)
 
 
 def root_parameters(price: ModelPrice, shape: StageShape) -> tuple[int, int]:

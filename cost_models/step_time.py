@@ -34,6 +34,7 @@ from autopar.plan import Plan
 
 # Reads and writes of foreach (unfused) optimizers over those of a fused one (COST_MODEL 2.1: 1.3-2).
 _FOREACH_TRAFFIC = 1.5
+_RECOMPUTE = "recompute: "  # what begins the name of a term
 # A loss is named in "limited by" from this share of the step on.
 _WORTH_NAMING = 0.05
 
@@ -52,7 +53,7 @@ class StageLedger:
     """One stage: time of one micro-batch (terms add up to `micro_batch_s`), memory at the peak."""
 
     layers: tuple[int, int]
-    recomputed: int
+    recomputed: tuple[tuple[str, int], ...]  # (choice, layers)
     time: tuple[TimeTerm, ...]
     memory: tuple[MemoryTerm, ...]
 
@@ -101,7 +102,7 @@ def estimate_price(price: ModelPrice, plan: Plan, hardware: Hardware) -> Estimat
     stages = tuple(
         StageLedger(
             plan.stages[i],
-            sum(shapes[i].recomputed),
+            _recomputed(shapes[i]),
             _time_terms(times[i], data[i], setting.micro_batches),
             stage_ledger(price, shapes[i], i, plan.stages[i], setting),
         )
@@ -173,6 +174,14 @@ def pipeline_time(
     return max(ends), idle if len(ends) > 1 else 0.0
 
 
+def _recomputed(shape: StageShape) -> tuple[tuple[str, int], ...]:
+    """Layers of the stage with each choice of recompute."""
+    found: dict[str, int] = {}
+    for what, n in (item for chosen in shape.recomputed for item in chosen):
+        found[what] = found.get(what, 0) + n
+    return tuple(found.items())
+
+
 def _after_pipeline(price: ModelPrice, shapes: list[StageShape], setting: Setting) -> tuple[TimeTerm, ...]:
     """What every rank does once all stages have ended."""
     hardware, states, mesh = setting.hardware, setting.states, setting.mesh
@@ -204,7 +213,7 @@ def _time_terms(time: StageTime, data: DataTime, micro_batches: int) -> tuple[Ti
         TimeTerm("memory-bound ops", both.memory_s),
         TimeTerm("tp communication", both.tp_s),
         TimeTerm("launch floor", both.launch_s),
-        TimeTerm("recompute", time.recompute.total_s),
+        *(TimeTerm(f"{_RECOMPUTE}{what}", phase.total_s) for what, phase in time.again.items()),
         TimeTerm("dp communication", exposed_s, each.hidden_s + once.hidden_s / micro_batches),
     )
 
@@ -221,7 +230,8 @@ def _limited_by(
     losses = {
         term.name: term.time_s * micro_batches for term in slowest.time if term.name not in ("matmul", "attention")
     }
-    losses["memory"] = losses.pop("recompute")
+    again = [name for name in losses if name.startswith(_RECOMPUTE)]
+    losses["memory"] = sum(losses.pop(name) for name in again)
     losses["bubble"] = bubble_s
     losses["optimizer"] = sum(term.time_s for term in after)
     worst = max(losses, key=lambda name: losses[name])

@@ -29,11 +29,11 @@ PREPARE: tuple[Pass, ...] = (
 PASSES: tuple[Pass, ...] = (
     SplitStages(),
     ShardParameters(),
+    InsertRecompute(),  # after typing, by which regions are found; before conversions: they come to lie outside
     InsertConversions(),  # after typing: it compares placements
     InsertDataConversions(),  # after those over tp, which are linear and so the same on each part of a batch
     InsertCasts(),  # after conversions: half-precision values travel, not fp32 ones
     ChunkLoss(),  # after casts: the loss is in fp32, with or without chunks
-    InsertRecompute(),
     LowerConversions(),  # last of those that see placements as such
     EliminateDeadCode(),
 )

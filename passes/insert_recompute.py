@@ -1,30 +1,109 @@
-"""Mark the layers whose activations backward computes again."""
+"""Mark what backward computes again: regions of layers, layers, groups of layers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from torch import fx
+
 from autopar.errors import PlanError
-from autopar.ir.graph import Program
+from autopar.ir.chains import chains
+from autopar.ir.graph import AgainRegion, Block, Program, info
 from autopar.plan import Plan
+from autopar.recompute import Again, by_layer, regions_of
+from autopar.rules.regions import Region, find_regions, gathered_order
+from autopar.rules.saved import Saved
 
 
 @dataclass(frozen=True)
 class InsertRecompute:
-    """A layer named by the plan is emitted inside torch.utils.checkpoint (non-reentrant).
+    """What the plan names is emitted inside torch.utils.checkpoint (non-reentrant).
 
-    Requires: a program of layers. Ensures: `recompute` holds the plan's layer indices.
+    Requires: typed nodes without conversions, stages. Ensures: `recompute` holds the plan's choices; `regions` those
+    of each class, whose ops lie next to each other; a group is a chain of layers on one stage.
 
-        x = self._layer(x)   |   x = checkpoint(self._layer, x, use_reentrant=False)
+        x = self._layer(x)        |   x = checkpoint(self._layer, x, use_reentrant=False)
+        h = F.gelu(h)             |   h = checkpoint(self._activation, h, use_reentrant=False)
+        h = F.linear(h, w)        |
     """
 
     name: ClassVar[str] = "insert_recompute"
 
     def apply(self, program: Program, plan: Plan | None) -> Program:
         assert plan is not None
+        if not plan.recompute:
+            return program
         layers = len(program.layer_calls)
-        unknown = [i for i in plan.recompute if not 0 <= i < layers]
+        unknown = [i for i in by_layer(plan.recompute) if not 0 <= i < layers]
         if unknown:
             raise PlanError(f"recompute names layers {unknown}, but {program.name} has layers 0 to {layers - 1}")
-        return replace(program, recompute=frozenset(plan.recompute))
+        for again in plan.recompute:
+            _check_groups(program, again)
+        program = program.copy_blocks()
+        wanted = _wanted(program, plan.recompute)
+        regions = {name: _mark(program, program.blocks[name], names, plan) for name, names in wanted.items()}
+        return replace(program, recompute=plan.recompute, regions=regions)
+
+
+def _wanted(program: Program, recompute: Sequence[Again]) -> dict[str, list[str]]:
+    """The regions of each block that some of its layers recompute."""
+    found: dict[str, dict[str, None]] = {}
+    for layer, what in by_layer(recompute).items():
+        if names := regions_of(what):
+            found.setdefault(program.layer_calls[layer].block, {}).update(dict.fromkeys(names))
+    return {block: list(names) for block, names in found.items()}
+
+
+def _mark(program: Program, block: Block, names: Sequence[str], plan: Plan) -> tuple[AgainRegion, ...]:
+    """The block's regions of these names, each with its ops next to each other."""
+    strategies = {node.name: strategy for node in block.nodes if (strategy := info(node).strategy)}
+    there = find_regions(Saved(block, strategies, plan.mesh.tp))
+    if program.is_between(block.name) or (missing := set(names) - {region.name for region in there}):
+        has = [] if program.is_between(block.name) else dict.fromkeys(region.name for region in there)
+        shown = ", ".join(map(repr, [*has, "layer"]))
+        raise PlanError(f"recompute: {block.name} has no {', '.join(sorted(missing or names))}: it has {shown}")
+    chosen = [region for region in there if region.name in names]
+    for region in sorted(chosen, key=lambda region: -len(region.ops)):  # the part of a sublayer after the whole
+        _gather(block, region)
+    choices = by_layer(plan.recompute)
+    own = [choices.get(i, "") for i, call in enumerate(program.layer_calls) if call.block == block.name]
+    return tuple(
+        AgainRegion(
+            region.name,
+            tuple(node.name for node in region.ops),
+            always=all(region.name in regions_of(what) for what in own if what) and all(own),
+        )
+        for region in chosen
+    )
+
+
+def _gather(block: Block, region: Region) -> None:
+    """Move the region's ops next to each other."""
+    placed: fx.Node | None = None
+    for node in gathered_order(block.ops, region.ops):
+        if placed is not None:
+            placed.append(node)
+        placed = node
+
+
+def _check_groups(program: Program, again: Again) -> None:
+    """PlanError where a group's layers are not one after the other on one stage."""
+    if again.group == 1:
+        return
+    size, number = again.group, chains(program)
+    if len(again.layers) % size:
+        raise PlanError(
+            f"recompute: layers {again.start} to {again.stop - 1} are no {again.what}: give a multiple of {size} layers"
+        )
+    stages = [next(i for i, s in enumerate(program.stages) if s.start <= layer < s.stop) for layer in again.layers]
+    for first in range(0, len(again.layers), size):
+        own = again.layers[first : first + size]
+        if len(set(stages[first : first + size])) > 1:
+            raise PlanError(f"recompute: layers {own[0]} to {own[-1]} are a group, but on two stages: move the range")
+        if len({number[layer] for layer in own}) > 1:
+            raise PlanError(
+                f"recompute: layers {own[0]} to {own[-1]} of {program.name} are no group: they differ, or other layers "
+                "read what they give; use 'layer' for them"
+            )

@@ -14,7 +14,7 @@ from ..ir.ops import is_collective
 from .comments import comment_of, parallel
 from .expressions import expression
 from .folding import Folding, in_reading_order, is_constant
-from .idioms import rotate
+from .idioms import part, rotate
 from .lines import WIDTH, Line, rendered
 from .local_names import line_name
 from .names import value_name
@@ -159,6 +159,8 @@ class Body:
         elif node.target is rotate:
             given = [render(operand).source for operand in node_inputs(node)]
             text = Text(f"{node.kwargs['function']}({', '.join(given)})")
+        elif node.target is part:
+            text = Text(_again(node, [render(operand).source for operand in node_inputs(node)]))
         else:
             text = expression(node, render, self._device(), "self.training")
         return Text(text.source, text.precedence, text.imports | imports)
@@ -199,6 +201,15 @@ class Body:
     def free(self, base: str, node: fx.Node) -> str:
         """The base, or with a number where another live value has it."""
         return value_name(base, {name for other, name in self.names.items() if self.last_use(other) > self.order[node]})
+
+
+def _again(node: fx.Node, values: Sequence[str]) -> str:
+    """The call of a region: where some of the class's layers keep its values, the layer knows whether it does."""
+    called = ", ".join([f"self.{node.kwargs['method']}", *values])
+    if node.kwargs["always"]:
+        return f"checkpoint({called}, use_reentrant=False)"
+    name = node.kwargs["name"]
+    return f'self._again("{name}", {called})'
 
 
 def sizes_in(ops: Sequence[fx.Node]) -> set[Any]:

@@ -8,6 +8,7 @@ from torch import fx
 from ..ir.graph import Role, info, node_inputs, op_name
 from ..ir.ops import is_collective
 from ..placement import Kind, Placement
+from .idioms import part
 
 aten = torch.ops.aten
 
@@ -30,6 +31,8 @@ def comment_of(node: fx.Node, head: fx.Node, tp: int) -> str:
         name = op_name(node)
         changes = "forward: nothing" if name in ("copy_to", "grad_from_first") else f"{_before(source, target)}"
         return f"{changes}; backward: {_BACKWARD[name]}" if facts.requires_grad else changes
+    if node.target is part:
+        return "→ Partial" if facts.placement.kind is Kind.PARTIAL else ""
     return {"column-parallel": "column-parallel", "row-parallel": "row-parallel → Partial"}.get(parallel(head), "")
 
 

@@ -11,6 +11,7 @@ from torch import fx
 from ..ir.custom import OPAQUE
 from ..ir.graph import COUNT, PROLOGUE, Call, Role, TensorInfo, info, node_inputs
 from ..ir.unread import unread_buffers, unread_parameters
+from . import again, groups
 from .emission import Emission, dict_text, tuple_text
 from .layer_runs import lists
 from .text import size_text
@@ -43,11 +44,7 @@ def constants(e: Emission, paths: bool) -> str:
         e.imports.add("opaque.OpaqueModules")
         lines.append("OPAQUE = OpaqueModules(__file__)  # modules that are kept whole: their classes are in opaque.pt")
         lines += _optional(e)
-    if e.program.recompute:
-        recompute = sorted(e.program.recompute)
-        whole = recompute == list(range(recompute[0], recompute[-1] + 1))
-        shown = f"range({recompute[0]}, {recompute[-1] + 1})" if whole else str(recompute)
-        lines.append(f"RECOMPUTE = {shown}  # layers whose activations backward computes again")
+    lines += again.constant(e.program) + groups.constant(e.program)
     lines += _fused_constants(e)
     if unused := _unused(e):
         lines += [

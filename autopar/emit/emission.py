@@ -44,11 +44,12 @@ class Emission:
     imports: set[str] = field(default_factory=set)
     names: dict[str, str] = field(default_factory=dict)
     functions: dict[str, str] = field(default_factory=dict)
+    renamed: dict[str, str] = field(default_factory=dict)
     _roles: dict[str, Roles] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         idioms = Idioms(self.program)
-        self.program, self.functions = idioms.program, idioms.functions
+        self.program, self.functions, self.renamed = idioms.program, idioms.functions, idioms.renamed
         self.names = value_names(self.program)
 
     def roles(self, block: Block) -> Roles:
@@ -149,11 +150,12 @@ class Emission:
         results: Sequence[fx.Node] | None = None,
         breaks: Collection[fx.Node] = (),
         called: Mapping[fx.Node, str] | None = None,
+        roles: Roles | None = None,
     ) -> Body:
-        """The lines of a block, or of some of its ops."""
+        """The lines of a block, or of some of its ops; `roles` where they are not those of the program's block."""
         ops, results = block.ops if ops is None else ops, block.results if results is None else results
         body = Body(
-            ops, results, self.roles(block), self.access, names, self.plan.mesh.tp, breaks, called or {}
+            ops, results, roles or self.roles(block), self.access, names, self.plan.mesh.tp, breaks, called or {}
         ).write()
         self.imports |= body.imports
         return body

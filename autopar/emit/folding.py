@@ -9,7 +9,8 @@ from torch import fx
 
 from ..ir.graph import Role, info, node_inputs
 from ..ir.ops import is_collective
-from .idioms import rotate
+from ..rules.regions import is_random as draws
+from .idioms import part, rotate
 from .roles import ACTIVATIONS, DROPOUT, HEAVY, NORMS, SDPA, SOFTMAX, Roles, is_bias_add, is_postfix
 
 aten = torch.ops.aten
@@ -48,9 +49,11 @@ class Folding:
         return any(self.order[node] < self.line_of(other) < line for other in self.random if other is not node)
 
     def _folds(self, node: fx.Node) -> bool:
-        if len(node.users) != 1 or node in self.results or is_collective(node.target):
+        if len(node.users) != 1 or node in self.results or is_collective(node.target) or node.target is part:
             return False
         (reader,) = node.users
+        if reader.target is part:
+            return False
         if reader not in self.ops or node_inputs(reader).count(node) > 1:
             return False
         first = node_inputs(reader)[0] is node
@@ -120,12 +123,8 @@ def _sorted(lines: list[list[fx.Node]], roles: Roles) -> list[list[fx.Node]]:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Dropout, also that of attention."""
-    return node.target is DROPOUT or node.target is SDPA and _dropout_p(node) != 0
-
-
-def _dropout_p(node: fx.Node) -> object:
-    return node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0)
+    """Dropout, also that of attention, or a region that has some."""
+    return bool(node.kwargs["random"]) if node.target is part else draws(node)
 
 
 def is_constant(node: fx.Node) -> bool:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from ..errors import PlanError
 from ..ir.graph import EPILOGUE, PROLOGUE, TABLES, B, Call, Role, S, info
+from ..recompute import Again, by_layer
 from .body import sizes_in
 from .emission import Emission
+from .groups import group_of_layer, method_name
 from .layer_runs import Run, layers_text, parent, path_text, runs
 from .names import loop_name
 from .text import attribute
@@ -102,9 +105,45 @@ def _return_sent(e: Emission) -> list[str]:
 def _layers(e: Emission) -> list[str]:
     """One loop for each run of layers whose lines are the same; a line for a layer unlike its neighbours."""
     lines: list[str] = []
-    for run in runs(e.program, lambda call: (_given(e, call), arguments(e, call))):
-        lines += _single(e, run) if len(run) == 1 else _loop(e, run)
+    for run in _runs(e):
+        if again := group_of_layer(e.program, run.start):
+            lines += _group_loop(e, run, again)
+        else:
+            lines += _single(e, run) if len(run) == 1 else _loop(e, run)
     return lines
+
+
+def _runs(e: Emission) -> list[Run]:
+    calls = e.program.layer_calls
+    groups = {id(call): group_of_layer(e.program, place) for place, call in enumerate(calls)}
+    return runs(e.program, lambda call: (_given(e, call), arguments(e, call), groups[id(call)]))
+
+
+def _group_loop(e: Emission, run: Run, again: Again) -> list[str]:
+    """A line for each group of layers that backward computes again together."""
+    call, index = e.program.layer_calls[run.start], loop_name("i", e.program)
+    called = f"checkpoint(self.{method_name(e.program, again)}, {index}, {arguments(e, call)}, use_reentrant=False)"
+    return [f"for {index} in {layers_text(e.program, run)}[::{again.group}]:", f"    {_given(e, call)} = {called}"]
+
+
+def group_methods(e: Emission) -> list[list[str]]:
+    """The method of each range of groups; PlanError where the emitted names of its layers' values differ."""
+    methods: list[list[str]] = []
+    for run in _runs(e):
+        if not (again := group_of_layer(e.program, run.start)):
+            continue
+        if run.places != again.layers:
+            raise PlanError(f"recompute: layers {again.start} to {again.stop - 1} are no groups: use 'layer' for them")
+        call, index = e.program.layer_calls[run.start], loop_name("i", e.program)
+        given, read = _given(e, call), arguments(e, call)
+        methods.append([
+            f"    def {method_name(e.program, again)}(self, start, {read}):",
+            f'        """{again.group} layers, which backward computes again together."""',
+            f"        for {index} in range(start, start + {again.group}):",
+            f"            {given} = {_layer_at(e, run, index)}({read})",
+            f"        return {given}",
+        ])  # fmt: skip
+    return methods
 
 
 def _single(e: Emission, run: Run) -> list[str]:
@@ -115,7 +154,7 @@ def _single(e: Emission, run: Run) -> list[str]:
     if e.program.is_between(call.block):
         layer = f"self._{call.block}"
     line = f"{_given(e, call)} = {layer}({arguments(e, call)})"
-    if e.program.is_between(call.block) and run.start in e.program.recompute:
+    if e.program.is_between(call.block) and run.start in by_layer(e.program.recompute):
         line = f"{_given(e, call)} = checkpoint({layer}, {arguments(e, call)}, use_reentrant=False)"
     return [line] if _alone(e) else [f"if self._start <= {run.start} < self._stop:", f"    {line}"]
 
@@ -123,17 +162,30 @@ def _single(e: Emission, run: Run) -> list[str]:
 def _loop(e: Emission, run: Run) -> list[str]:
     calls = e.program.layer_calls[run.start : run.stop]
     layer, index = loop_name("layer", e.program), loop_name("i", e.program)
-    own, path = parent(calls[0]), path_text(e.program, run, index)
+    own = parent(calls[0])
     whole = [c for c in e.program.layer_calls if parent(c) == own and not e.program.is_between(c.block)]
     once = len({c.path for c in whole}) == len(whole) == len(calls)
-    regular = own != "" and not own[0].isdigit() and "PATHS" not in path
-    if once and regular and (_alone(e) or _only_list(e, run)):
+    if once and _is_regular(e, run) and (_alone(e) or _only_list(e, run)):
         loop = f"for {layer} in self{attribute(own)}.children():"
     else:
         loop = f"for {index} in {layers_text(e.program, run)}:"
-        place = re.search(r"\{(.*)\}", path)
-        layer = f"self{attribute(own)}[{place[1]}]" if regular and place else f"self.get_submodule({path})"
+        layer = _layer_at(e, run, index)
     return [loop, f"    {_given(e, calls[0])} = {layer}({arguments(e, calls[0])})"]
+
+
+def _is_regular(e: Emission, run: Run) -> bool:
+    """Whether the layers of a run are members of a list by their numbers."""
+    own = parent(e.program.layer_calls[run.start])
+    return own != "" and not own[0].isdigit() and "PATHS" not in path_text(e.program, run, "i")
+
+
+def _layer_at(e: Emission, run: Run, index: str) -> str:
+    """The layer of a run by its index, as source."""
+    path = path_text(e.program, run, index)
+    place = re.search(r"\{(.*)\}", path)
+    if _is_regular(e, run) and place:
+        return f"self{attribute(parent(e.program.layer_calls[run.start]))}[{place[1]}]"
+    return f"self.get_submodule({path})"
 
 
 def _only_list(e: Emission, run: Run) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..ir.graph import Program
 from ..plan import Plan
+from ..recompute import summary
 from .emission import Predicted
 
 _TYPES = """\
@@ -34,14 +35,13 @@ def plan_text(plan: Plan) -> str:
     """pp2·tp2 (megatron), zero 0, 4 × 2 samples by 1f1b, no recompute, bf16, AdamW."""
     layout = f" ({plan.solution.name})" if plan.solution.name and plan.mesh.tp > 1 else ""
     schedule = f" by {plan.schedule}" if plan.schedule != "none" else ""
-    layers = plan.stages[-1][1]
-    again = "all layers" if len(plan.recompute) == layers else f"{len(plan.recompute)} of {layers} layers"
+    again = summary(plan.recompute, plan.stages[-1][1])
     return ", ".join(
         (
             f"{plan.mesh}{layout}",
             f"zero {plan.zero}",
             f"micro-batch {plan.micro_batch} × {plan.accumulation}{schedule}",
-            f"recompute {again if plan.recompute else 'none'}",
+            f"recompute {'all layers' if again == 'full' else again}",
             *([f"loss in {plan.loss_chunks} slices"] if plan.loss_chunks > 1 else []),
             plan.precision,
             plan.optimizer.name,

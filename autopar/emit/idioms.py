@@ -26,12 +26,21 @@ def rotate(x: Any, cos: Any, sin: Any, function: str) -> Any:
     raise AssertionError("a graph node, not to be called")
 
 
+def part(*values: Any, method: str, name: str, always: bool, random: bool) -> Any:
+    """A region of a layer that backward computes again, by its method: `random` where it draws dropout masks."""
+    raise AssertionError("a graph node, not to be called")
+
+
 @dataclass
 class Idioms:
-    """`program` with its idioms as single nodes; `functions`: name → source of what they call."""
+    """`program` with its idioms as single nodes; `functions`: name → source of what they call.
+
+    renamed: node of an idiom → the op whose place it has, by name.
+    """
 
     program: Program
     functions: dict[str, str] = field(default_factory=dict)
+    renamed: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.program = self.program.copy_blocks()
@@ -45,6 +54,7 @@ class Idioms:
             call = block.graph.call_function(rotate, (found.x, found.cos, found.sin), {"function": self._name(found)})
         placements = tuple(info(operand).placement for operand in (found.x, found.cos, found.sin))
         set_info(call, replace(info(node), strategy=Strategy(placements, info(node).placement)))
+        self.renamed[call.name] = node.name
         node.replace_all_uses_with(call)
         _erase(block.graph, node)
 

@@ -7,44 +7,45 @@ from collections.abc import Mapping, Sequence
 from torch import fx
 
 from ..ir.graph import Block, Call, Role, info
+from ..recompute import by_layer
+from . import again, recomputed
 from .emission import Emission
 from .names import class_name, value_name
 from .placement_table import placement_table
+from .recomputed import Folded, Part
 from .regions import Region, regions
 
 _LONG = 25  # lines of a body that is better read as several methods
 
 
 def layer_class(e: Emission, block: Block) -> str:
-    """The class of a layer block: parameters, forward, and the body in a method of its own when recomputed."""
+    """The class of a layer block: parameters, forward, and what backward computes again in methods of their own."""
     names = e.arguments(block)
-    arguments = ", ".join(names.values())
-    recomputed = any(e.program.layer_calls[i].block == block.name for i in e.program.recompute)
+    flagged = again.flags(e.program, block.name)
     declared = [text for n in block.placeholders(Role.PARAMETER, Role.BUFFER) if (text := e.declare(n))]
     lines = [
         f"class {class_name(block.name, e.program)}(nn.Module):",
         *_docstring(e, block, names),
         "",
-        f"    def __init__(self{', recompute' if recomputed else ''}):",
+        f"    def __init__(self{', recompute' if flagged else ''}):",
         "        super().__init__()",
-        *(["        self._recompute = recompute"] if recomputed else []),
+        *(["        self._recompute = recompute"] if flagged else []),
         *(f"        {line}" for line in declared),
         "",
     ]
-    if recomputed:
-        lines += [
-            f"    def forward(self, {arguments}):",
-            "        if self._recompute and torch.is_grad_enabled():",
-            f"            return checkpoint(self._layer, {arguments}, use_reentrant=False)",
-            f"        return self._layer({arguments})",
-            "",
-        ]
-    name = "_layer" if recomputed else "forward"
-    return "\n".join([*lines, *_methods(e, block, names, name)])
+    whole = again.is_whole(e.program, block.name)
+    if whole:
+        lines += again.forward(e.program, ", ".join(names.values()))
+    lines += _methods(e, block, names, "_layer" if whole else "forward")
+    if flagged and again.by_name(e.program):
+        lines += ["", *again.method()]
+    return "\n".join(lines)
 
 
 def _methods(e: Emission, block: Block, names: Mapping[fx.Node, str], name: str) -> list[str]:
     """The body of a layer: one method with a paragraph a region, or where that is long a method a region."""
+    if own := recomputed.parts(block, e.program.regions.get(block.name, ()), e.renamed):
+        return _recomputed_methods(e, block, names, name, own)
     parts = regions(block, e.roles(block))
     body = e.body(block, names, breaks={part.ops[-1] for part in parts[:-1]})
     if len(parts) == 1 or len([line for line in body.lines if line]) <= _LONG:
@@ -69,6 +70,37 @@ def _methods(e: Emission, block: Block, names: Mapping[fx.Node, str], name: str)
     else:
         calls.append(f"return {returned}")
     return [*_method(name, names, e.shapes(names), calls), *methods]
+
+
+def _recomputed_methods(
+    e: Emission, block: Block, names: Mapping[fx.Node, str], name: str, own: Sequence[Part]
+) -> list[str]:
+    """The body of a layer with a line for each region that is in no other, then these regions' methods."""
+    roles, tops = e.roles(block), [part for part in own if not any(other.has(part) for other in own)]
+    folded = Folded(block, tops)
+    ends = {part.ops[-1].name for part in regions(block, roles)[:-1]}
+    after = [folded.nodes[n] for n in block.ops if n.name in ends and n in folded.nodes]
+    inside = {folded.nodes[n]: text for n, text in names.items()}
+    body = e.body(folded.folded, inside, breaks=after, roles=folded.roles(roles))
+    lines = _method(name, names, e.shapes(names), body.returned())
+    known = {n.name: text for n, text in body.names.items()}
+    for part in tops:
+        lines += ["", *_region_method(e, block, part, own, known)]
+    return lines
+
+
+def _region_method(e: Emission, block: Block, part: Part, own: Sequence[Part], known: Mapping[str, str]) -> list[str]:
+    """The method of a region, and of one within it; `known`: what its caller calls values, by node name."""
+    roles, inner = e.roles(block), [other for other in own if part.has(other)]
+    folded = Folded(block, inner)
+    ops = [node for node in folded.folded.ops if node in {folded.nodes[n] for n in part.ops if n in folded.nodes}]
+    given = {folded.nodes[n]: known[n.name] for n in part.reads}
+    body = e.body(folded.folded, given, ops, [folded.nodes[part.result]], roles=folded.roles(roles))
+    lines = _method(part.method, given, e.shapes(given), body.returned())
+    names = {n.name: text for n, text in body.names.items()}
+    for other in inner:
+        lines += ["", *_region_method(e, block, other, own, names)]
+    return lines
 
 
 def _given(part: Region, known: Mapping[fx.Node, str]) -> dict[fx.Node, str]:
@@ -98,9 +130,8 @@ def _layout(e: Emission, calls: Sequence[Call]) -> str:
     layout = e.plan.solution.name
     kinds = [f"tp={e.plan.mesh.tp}{f' ({layout})' if layout else ''}"] if e.plan.mesh.tp > 1 else []
     indices = [i for i, c in enumerate(e.program.layer_calls) if c in calls]
-    again = [i for i in indices if i in e.program.recompute]
-    if again:
-        kinds.append("recomputed" if len(again) == len(indices) else f"{len(again)} of {len(indices)} recomputed")
+    chosen = [what for i, what in by_layer(e.program.recompute).items() if i in indices]
+    kinds += again.kinds(chosen, len(indices))
     return "".join(f" · {kind}" for kind in kinds)
 
 

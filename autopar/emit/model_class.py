@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..ir.graph import EPILOGUE, PROLOGUE, TABLES, Block, Role, info, is_count
+from . import again
 from .emission import Emission, tuple_text
-from .forward import forward, table_sizes
+from .forward import forward, group_methods, table_sizes
 from .layer_runs import Run, layers_text, offset, parent, path_text, runs
 from .names import class_name
 from .placement_table import placement_table
@@ -19,6 +20,7 @@ def model_class(e: Emission) -> str:
     between = list(dict.fromkeys(c.block for c in e.program.layer_calls if e.program.is_between(c.block)))
     methods = [_method(e, blocks[name]) for name in (TABLES, PROLOGUE, *between, EPILOGUE) if name in blocks]
     code = [*_declarations(e), "", *forward(e)]
+    together = group_methods(e)
     ranges = _range_method() if any("self._range(" in line for line in code) else []
     lines = [
         "class Model(nn.Module):",
@@ -28,7 +30,7 @@ def model_class(e: Emission) -> str:
         "        super().__init__()",
         *_bounds(e),
         *code,
-        *(line for method in (*methods, ranges) if method for line in ["", *method]),
+        *(line for method in (*together, *methods, ranges) if method for line in ["", *method]),
         *([""] if len(e.program.stages) > 1 else []),
         *_between_stages(e),
     ]
@@ -103,15 +105,14 @@ def _new_layers(e: Emission, run: Run) -> list[str]:
     """The layers of one list and one class."""
     e.imports.add("parameters.submodule")
     block = e.program.layer_calls[run.start].block
-    again = any(e.program.layer_calls[i].block == block for i in e.program.recompute)
     name = class_name(block, e.program)
     alone = len(e.program.stages) == 1
     if len(run) == 1:
-        flag = f"{run.start} in RECOMPUTE" if again else ""
+        flag = again.flag(e.program, block, str(run.start))
         line = f'submodule(self, "{e.program.layer_calls[run.start].path}", {name}({flag}))'
         return [line] if alone else [f"if self._start <= {run.start} < self._stop:", f"    {line}"]
     less = offset(e.program, run) if alone else None
-    flag = f"i{f' + {less}' if less else ''} in RECOMPUTE" if again else ""
+    flag = again.flag(e.program, block, f"i{f' + {less}' if less else ''}")
     return [
         f"for i in {layers_text(e.program, run)}:",
         f"    submodule(self, {path_text(e.program, run, 'i')}, {name}({flag}))",

@@ -9,10 +9,11 @@ from collections.abc import Container
 from ..errors import PlanError
 from ..ir.graph import Program, Role, info
 from ..ir.ops import COLLECTIVES
+from ..recompute import by_layer
 
 _GLOBALS = frozenset({
     "torch", "nn", "F", "checkpoint", "Settings", "Model", "count_targets",
-    "SETTINGS", "LAYERS", "TIED", "RECOMPUTE", "PARTS", "UNUSED", "OPAQUE", "OPTIONAL", "PARAMETER_GROUPS",
+    "SETTINGS", "LAYERS", "TIED", "RECOMPUTE", "GROUPS", "PARTS", "UNUSED", "OPAQUE", "OPTIONAL", "PARAMETER_GROUPS",
     "parameter", "buffer", "tie", "submodule", "local", "summed", "statistics",
     "embedding", "cross_entropy", "batch_norm", "dropout", "attention",
     "PATHS", "rotate", "range", "super", "staticmethod", "max", "min", "float", *COLLECTIVES,
@@ -20,10 +21,10 @@ _GLOBALS = frozenset({
 _RESERVED = _GLOBALS | {"b", "s", "device", "self", "received", "layer", "i"}
 _OF_MODEL = (
     "_count", "_first", "_last", "_start", "_stop", "_prologue", "_epilogue", "_tables", "_between",
-    "_range", "between_stages",
+    "_range", "_layers", "between_stages",
 )  # fmt: skip
 _OF_FORWARD = ("self", "range", "checkpoint", "max", "min", "PATHS")  # what Model.forward calls; it keeps input names
-_OF_RECOMPUTED_LAYER = ("_recompute", "_layer")
+_OF_RECOMPUTED_LAYER = ("_recompute", "_layer", "_again")
 _INSTEAD = {"embedding": "embedded", "attention": "attn", "cross_entropy": "loss"}
 
 
@@ -59,7 +60,7 @@ def check_attributes(program: Program) -> None:
     for name in program.inputs:
         if name in _OF_FORWARD:
             raise _clash(program, f"the input {name}", _OF_FORWARD)
-    for layer in program.recompute:
+    for layer in by_layer(program.recompute):
         call = program.layer_calls[layer]
         for node in program.blocks[call.block].placeholders(Role.PARAMETER, Role.BUFFER):
             if info(node).ref.partition(".")[0] in _OF_RECOMPUTED_LAYER:

@@ -18,7 +18,7 @@ from ..ir.custom import LINEAR_CROSS_ENTROPY
 from ..ir.graph import Block, Role, info, node_inputs
 from ..ir.ops import is_collective
 from ..rules import rule_of
-from .idioms import rotate
+from .idioms import part, rotate
 
 aten: Any = torch.ops.aten
 
@@ -183,7 +183,12 @@ def branch_name(module: str) -> str:
 
 def is_postfix(node: fx.Node) -> bool:
     """Written after its operand: x.transpose(1, 2), x.to(dtype), x[..., 8:]."""
-    if node.op != "call_function" or node.target is rotate or is_collective(node.target) or not node_inputs(node):
+    if (
+        node.op != "call_function"
+        or node.target in (rotate, part)
+        or is_collective(node.target)
+        or not node_inputs(node)
+    ):
         return False
     cast = node.target is aten.to.dtype
     return cast or rule_of(node).kind == "view" and len(node_inputs(node)) == 1

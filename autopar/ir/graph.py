@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from ..placement import Placement, Strategy
+from ..recompute import Again
 from .custom import OpaqueCall
 
 B = sympy.Symbol("b", positive=True, integer=True)
@@ -187,6 +188,18 @@ class Fused:
 
 
 @dataclass(frozen=True)
+class AgainRegion:
+    """Ops of a layer class, by node name and in order, that backward computes again as one; the last one is its result.
+
+    always: in each layer of the class.
+    """
+
+    name: str
+    ops: tuple[str, ...]
+    always: bool
+
+
+@dataclass(frozen=True)
 class Stage:
     """A pipeline stage: its layers [start, stop), and the values it gets from and gives to its neighbours."""
 
@@ -209,7 +222,8 @@ class Program:
     name: class name of the model. tied: alias → original parameter name. fused: original name → parts.
     sequence_range: lengths of `s` for which the trace holds. mutated: buffers that forward updates. opaque: modules
     that are kept whole, by name. persistent: the buffers of the model's state_dict, of which `buffers` holds those that
-    the loss reads. stages and recompute (layer indices) are set by the passes of the same names.
+    the loss reads. stages, recompute and regions (block → what backward computes again in layers of that class) are
+    set by the passes.
     """
 
     name: str
@@ -222,7 +236,8 @@ class Program:
     fused: dict[str, Fused] = field(default_factory=dict)
     sequence_range: tuple[int, int] = (1, 1 << 30)
     stages: tuple[Stage, ...] = ()
-    recompute: frozenset[int] = frozenset()
+    recompute: tuple[Again, ...] = ()
+    regions: dict[str, tuple[AgainRegion, ...]] = field(default_factory=dict)
     mutated: tuple[str, ...] = ()
     persistent: dict[str, TensorInfo] = field(default_factory=dict)
     opaque: dict[str, OpaqueCall] = field(default_factory=dict)

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import fx
 
+from ..recompute import to_plain
 from .graph import Block, Program, info, op_name
 
 
@@ -17,7 +18,7 @@ def program_text(program: Program) -> str:
         for c in program.calls
     ]
     stages = [f"stage {i}: {s.start}–{s.stop}, {s.receives} → {s.sends}" for i, s in enumerate(program.stages)]
-    recompute = [f"recompute: {sorted(program.recompute)}"] if program.recompute else []
+    recompute = [f"recompute: {to_plain(program.recompute)}"] if program.recompute else []
     return "\n\n".join([*parts, "\n".join([*calls, *stages, *recompute])]) + "\n"
 
 

@@ -26,29 +26,39 @@ from .parameters import Container, Value, materialise
 BUCKET_ELEMENTS = 8 * 2**20
 
 
-def distribute(model: nn.Module, layers: Sequence[str], value: Value, mesh: Mesh) -> DataParallel:
+def distribute(
+    model: nn.Module, layers: Sequence[str], value: Value, mesh: Mesh, groups: Sequence[Sequence[str]] = ()
+) -> DataParallel:
     """Give a model on the meta device its values and lay its parameters out over the data axis.
 
-    `layers`: paths of the ModuleDicts whose members are units. One unit at a time is whole in memory.
+    `layers`: paths of the ModuleDicts whose members are units. `groups`: paths of members that are one unit together:
+    what backward computes again as one is then gathered once for it. One unit at a time is whole in memory.
     """
     settings = mesh.settings
     plain = settings.precision != "bf16" and (settings.zero == 0 or mesh.size("data") == 1)
-    for name, unit in _units(model, layers):
-        materialise(unit, name, value)
+    for unit in _units(model, layers, groups):
+        for name, module in unit.items():
+            materialise(module, f"{name}." if name else "", value)
         if not plain:
-            _shard(unit, mesh)
+            _shard(list(unit.values()), mesh)
     return Replicated(model, mesh) if plain else Sharded(model, mesh)
 
 
-def _units(model: nn.Module, layers: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Each layer with its path, then the model for what is left."""
+def _units(model: nn.Module, layers: Sequence[str], groups: Sequence[Sequence[str]]) -> Iterator[dict[str, nn.Module]]:
+    """The modules of each unit by path: each layer or group of layers, then the model for what is left."""
     modules = dict(model.named_modules())
+    together = {name: tuple(group) for group in groups for name in group}
+    done: set[str] = set()
     for path in layers:
         held = modules.get(path, nn.Module())  # a stage may have no layer of a list
         for index, layer in held.named_children():
-            if type(layer) is not Container:  # else it holds parameters that precede or follow the layers
-                yield f"{path}.{index}.".lstrip("."), layer
-    yield "", model
+            name = f"{path}.{index}".lstrip(".")
+            if type(layer) is Container or name in done:  # else it holds parameters beside the layers
+                continue
+            unit = {own: modules[own] for own in together.get(name, (name,))}
+            done |= unit.keys()
+            yield unit
+    yield {"": model}
 
 
 class Replicated:
@@ -98,7 +108,7 @@ class Sharded:
 DataParallel = Replicated | Sharded  # how the replicas of a stage keep their gradients together
 
 
-def _shard(unit: nn.Module, mesh: Mesh) -> None:
+def _shard(unit: list[nn.Module], mesh: Mesh) -> None:
     bf16 = mesh.settings.precision == "bf16"
     # fully_shard would cast RoPE tables given to a layer: the emitted program does its own casts.
     policy = MixedPrecisionPolicy(
@@ -107,12 +117,15 @@ def _shard(unit: nn.Module, mesh: Mesh) -> None:
         cast_forward_inputs=False,
     )
     over = mesh.root["replicate", "shard"] if mesh.root["replicate"].size() > 1 else mesh.root["shard"]
-    fully_shard(unit, mesh=over, reshard_after_forward=mesh.settings.zero == 3, mp_policy=policy)
+    fully_shard(
+        unit if len(unit) > 1 else unit[0], mesh=over, reshard_after_forward=mesh.settings.zero == 3, mp_policy=policy
+    )
     # Losses are shares of the global mean, so gradients are summed. Sum first: gloo has no scaled reduction.
     # These two are not recursive, hence set on every unit.
-    assert isinstance(unit, FSDPModule)
-    unit.set_force_sum_reduction_for_comms(True)
-    unit.set_gradient_divide_factor(1.0)
+    first = unit[0]
+    assert isinstance(first, FSDPModule)
+    first.set_force_sum_reduction_for_comms(True)
+    first.set_gradient_divide_factor(1.0)
 
 
 def local_part(x: Tensor | None) -> Tensor:

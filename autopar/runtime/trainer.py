@@ -63,7 +63,8 @@ class Trainer:
         self.model: nn.Module = program.Model(self.mesh.rank("pp")).train()
         values = checkpoint.resumed_values(saved, self.names, folder) if saved else read_weights(weights, folder, seed)
         value = self.names.value(values)
-        self.data_parallel = distribute(self.model, program.LAYERS, value, self.mesh)
+        groups = getattr(program, "GROUPS", ())
+        self.data_parallel = distribute(self.model, program.LAYERS, value, self.mesh, groups)
         unused = self._unused(getattr(program, "UNUSED", ()), value)
         self.parameters = {**dict(self.model.named_parameters()), **dict(unused.named_parameters())}
         self.buffers = kept_buffers(self.model) | kept_buffers(unused)

@@ -9,6 +9,7 @@ from tabulate import tabulate
 
 from autopar.cost_models.step_time import Estimate, StageLedger
 from autopar.plan import Plan
+from autopar.recompute import summary
 
 from .search import Candidate, SearchResult, gib
 
@@ -89,7 +90,8 @@ def why_not(other: Candidate, chosen: Candidate) -> str:
     """One line: how much slower, and the parts of the step that grew most."""
     longer = other.estimate.step_time_s / chosen.estimate.step_time_s - 1
     ours, theirs = step_parts(chosen), step_parts(other)
-    changes = sorted(((theirs[name] - ours[name], name) for name in ours), reverse=True)
+    names = dict.fromkeys([*ours, *theirs])
+    changes = sorted(((theirs.get(name, 0.0) - ours.get(name, 0.0), name) for name in names), reverse=True)
     grown = [f"{name} +{duration(delta)}" for delta, name in changes[:2] if delta > 0.005 * chosen.estimate.step_time_s]
     why = ", ".join(grown) or "no single part stands out"
     return f"why not {describe(other.plan)}: {longer:+.1%} step time: {why}"
@@ -114,11 +116,8 @@ def describe(plan: Plan) -> str:
 
 
 def recompute_text(plan: Plan) -> str:
-    """ "none", "full", or how many layers."""
-    layers, chosen = plan.stages[-1][1], len(plan.recompute)
-    if chosen in (0, layers):
-        return "full" if chosen else "none"
-    return f"{chosen} of {layers} layers"
+    """As the column of the table has it."""
+    return summary(plan.recompute, plan.stages[-1][1])
 
 
 def _row(number: int, candidate: Candidate) -> list[str]:
@@ -166,7 +165,7 @@ def _stage_name(number: int, stage: StageLedger, stages: int) -> str:
     parts = [f"layers {start}–{stop - 1}"]
     parts += ["embedding"] if number == 0 else []
     parts += ["head"] if number == stages - 1 else []
-    parts += [f"{stage.recomputed} recomputed"] if stage.recomputed else []
+    parts += [f"recomputed: {n} × {what}" for what, n in stage.recomputed]
     return f"stage {number} ({', '.join(parts)})"
 
 

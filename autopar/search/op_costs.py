@@ -12,13 +12,14 @@ from torch import fx
 
 from ..cost_models.collectives import axis_group, collective_time_s
 from ..cost_models.compute import op_time_s
-from ..cost_models.describe import conversion_transfers, op_cost, op_transfers, parameter_transfers, tensor_bytes
+from ..cost_models.describe import conversion_transfers, op_cost, op_transfers, parameter_transfers
 from ..cost_models.hardware import Hardware
 from ..cost_models.layer_costs import Transfer
 from ..ir.graph import B, NodeInfo, S, info
 from ..mesh import Mesh
 from ..placement import Placement, Strategy
 from ..rules import rule_of
+from ..rules.saved import tensor_bytes
 
 _LAUNCH_S = 5e-6  # one eager kernel
 _STATE_BYTES = 16  # a parameter with its gradient and Adam states (COST_MODEL 2.4)

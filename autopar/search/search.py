@@ -290,8 +290,8 @@ def _least_memory(
     peaks = []
     for stage in range(stages):
         ranges = (layers * stage // stages, layers * (stage + 1) // stages)
-        shape = stage_shape(price, *ranges, recompute if isinstance(recompute, tuple) else ())
-        shape = replace(shape, recomputed=pinned_recompute(recompute, shape))
+        shape = stage_shape(price, *ranges, request.pins.again or ())
+        shape = replace(shape, recomputed=pinned_recompute(recompute, price, shape))
         terms = stage_ledger(price, shape, stage, ranges, setting)
         peaks.append((total_bytes(terms), stage, terms))
     return max(peaks, key=lambda peak: peak[0])

@@ -11,17 +11,19 @@ from autopar.cost_models.hardware import Cluster
 from autopar.errors import PlanError
 from autopar.mesh import Mesh
 from autopar.plan import Optimizer
+from autopar.recompute import FORM, Again, choice, whole_layers
 from autopar.rules.coupling import Coupling
 
-Recompute = str | int | tuple[int, ...]
+Recompute = str | int | tuple[int, ...] | tuple[Again, ...]
 
 
 @dataclass(frozen=True)
 class Pins:
     """Choices fixed by the user; None leaves one free.
 
-    recompute: "none", "full", the number of layers in each stage, or the layer indices. loss_chunks: slices of the
-    vocabulary in which head and loss are computed, 1 for whole logits.
+    recompute: "none", "full" (each layer whole), regions ("attention core, mlp"), "groups of 2", the number of layers
+    in each stage, or the layer indices. loss_chunks: slices of the vocabulary in which head and loss are computed,
+    1 for whole logits.
     """
 
     pp: int | None = None
@@ -45,19 +47,36 @@ class Pins:
                 raise PlanError(f"{name}={value}: use 1 or more")
         if isinstance(self.recompute, int) and self.recompute < 0:
             raise PlanError(f"recompute={self.recompute}: use 0 or more layers a stage")
-        if isinstance(self.recompute, str) and self.recompute not in ("none", "full"):
-            raise PlanError(f"recompute={self.recompute!r}: use 'none', 'full', a number or layer indices")
+        if isinstance(self.recompute, str):
+            object.__setattr__(self, "recompute", _recompute(self.recompute))
 
     def allows(self, name: str, value: Any) -> bool:
         """Neither pinned to something else nor forbidden."""
         pinned = getattr(self, name)
         return (pinned is None or pinned == value) and value not in self.forbid.get(name, ())
 
+    @property
+    def again(self) -> tuple[Again, ...] | None:
+        """What is recomputed where the pin names layers; None where it does not."""
+        if not isinstance(self.recompute, tuple):
+            return None
+        given = self.recompute
+        plain = whole_layers(sorted(layer for layer in given if isinstance(layer, int)))
+        return plain or tuple(again for again in given if isinstance(again, Again))
+
     def __str__(self) -> str:
         pinned = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if f.name != "forbid"]
         pinned = [text for text in pinned if not text.endswith("=None")]
         forbidden = [f"no {name}={value}" for name, values in self.forbid.items() for value in values]
         return ", ".join(pinned + forbidden)
+
+
+def _recompute(text: str) -> str:
+    """A pin in words, as it is compared."""
+    try:
+        return text if text in ("none", "full") else choice(text)
+    except PlanError as error:
+        raise PlanError(f"recompute={text!r}: use 'none', 'full', {FORM}, a number or layer indices") from error
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,10 @@ from autopar.cost_models.hardware import Hardware
 from autopar.cost_models.memory import StageMemory, activation_room_bytes, again_bytes, ledger, total_bytes
 from autopar.cost_models.setting import Setting
 from autopar.cost_models.step_time import memory_of, stage_ledger
+from autopar.recompute import LAYER, Again, again_of, group_of, regions_of
 
-from .recompute import ClassOption, cheapest
-from .space import Choice, Request
+from .recompute import Chosen, ClassOptions, Option, cheapest
+from .space import Choice, Recompute, Request
 
 Ranges = tuple[tuple[int, int], ...]
 # (stage, start, stop) → (seconds, bytes) of layers [start, stop) as that stage; inf where it does not fit.
@@ -107,7 +108,7 @@ def _ranges(cuts: list[list[int]], layers: int) -> Ranges:
 class _StageCost:
     time_s: float
     size_bytes: float
-    recomputed: tuple[int, ...]
+    recomputed: tuple[Chosen, ...]
 
 
 _TOO_MUCH = _StageCost(inf, inf, ())
@@ -138,19 +139,17 @@ class StageCosts:
         cost = self._cost(stage, start, stop)
         return cost.time_s, cost.size_bytes
 
-    def recompute(self, ranges: Ranges) -> tuple[int, ...]:
-        """The layers to recompute: the first ones of each class in each stage."""
-        pinned = self.request.pins.recompute
-        if isinstance(pinned, tuple):
+    def recompute(self, ranges: Ranges) -> tuple[Again, ...]:
+        """What to recompute: of the first layers of each class in each stage."""
+        if (pinned := self.request.pins.again) is not None:
             return pinned
-        chosen: list[int] = []
+        chosen: dict[int, str] = {}
         for stage, (start, stop) in enumerate(ranges):
-            left = list(self._cost(stage, start, stop).recomputed)
+            left = [[what for what, n in own for _ in range(n)] for own in self._cost(stage, start, stop).recomputed]
             for layer in range(start, stop):
-                if left[self.price.layers[layer]]:
-                    left[self.price.layers[layer]] -= 1
-                    chosen.append(layer)
-        return tuple(chosen)
+                if own := left[self.price.layers[layer]]:
+                    chosen[layer] = own.pop(0)
+        return again_of(chosen)
 
     def average_bytes(self) -> float:
         """The average stage, everything recomputed: some stage needs at least as much."""
@@ -162,10 +161,9 @@ class StageCosts:
 
     def _shape(self, start: int, stop: int) -> StageShape:
         counts = tuple(b - a for a, b in zip(self._prefix[start], self._prefix[stop], strict=True))
-        pinned = self.request.pins.recompute
-        if isinstance(pinned, tuple):
+        if (pinned := self.request.pins.again) is not None:
             return stage_shape(self.price, start, stop, pinned)
-        return StageShape(counts, (0,) * len(counts), start == 0, stop == len(self.price.layers))
+        return StageShape(counts, ((),) * len(counts), start == 0, stop == len(self.price.layers))
 
     def _cost(self, stage: int, start: int, stop: int) -> _StageCost:
         at = (stage, start, stop)
@@ -194,27 +192,32 @@ class StageCosts:
             return _TOO_MUCH
         return _StageCost(time_s, size_bytes, counts)
 
-    def _choose(self, stage: int, shape: StageShape, layers: tuple[int, int]) -> tuple[int, ...] | None:
-        """Layers of each class to recompute, as pinned or the cheapest set that fits; None if none does."""
+    def _choose(self, stage: int, shape: StageShape, layers: tuple[int, int]) -> tuple[Chosen, ...] | None:
+        """What to recompute of each class, as pinned or the cheapest set that fits; None if none does."""
         pins = self.request.pins
         if pins.recompute is not None:
-            return pinned_recompute(pins.recompute, shape)
+            return pinned_recompute(pins.recompute, self.price, shape)
         memory = memory_of(self.price, shape, stage, layers, self.setting)
         world_size = self.setting.mesh.world_size
         room = activation_room_bytes(
             memory, self.setting.states, self.setting.hardware, world_size, self.request.budget_bytes
         )
         after_bytes = self.price.epilogue.saved_bytes if shape.last else 0.0
-        options = [
-            ClassOption(
-                count,
-                block.forward.total_s,
-                memory.in_flight * (block.saved_bytes - block.input_bytes),
-                again_bytes(block, True) - after_bytes,
-            )
-            for block, count in zip(self.price.classes, shape.counts, strict=True)
+        classes = [
+            ClassOptions(count, self._options(index, memory.in_flight, after_bytes) if count else ())
+            for index, count in enumerate(shape.counts)
         ]
-        return cheapest(options, memory.in_flight * memory.saved_bytes, memory.transient_bytes, room)
+        return cheapest(classes, memory.in_flight * memory.saved_bytes, memory.transient_bytes, room)
+
+    def _options(self, index: int, in_flight: int, after_bytes: float) -> tuple[Option, ...]:
+        """What may be recomputed of a class; `after_bytes` are free again when backward comes to the layers."""
+        block, options = self.price.classes[index], []
+        for what in self.price.choices[index]:
+            again = block.recomputed(what)
+            freed = in_flight * (block.saved_bytes - again.saved_bytes)
+            workspace = again_bytes(block, [again]) - after_bytes
+            options.append(Option(what, again.time.total_s, freed, workspace, again.group))
+        return tuple(options)
 
 
 def setting_for(choice: Choice, request: Request, hardware: Hardware) -> Setting:
@@ -230,15 +233,27 @@ def setting_for(choice: Choice, request: Request, hardware: Hardware) -> Setting
     )
 
 
-def pinned_recompute(pin: str | int | tuple[int, ...], shape: StageShape) -> tuple[int, ...]:
-    """Layers of each class that a pin recomputes on a stage; indices are already in the shape."""
+def pinned_recompute(pin: Recompute, price: ModelPrice, shape: StageShape) -> tuple[Chosen, ...]:
+    """What a pin recomputes of each class on a stage; where it names layers, the shape has it already."""
     if isinstance(pin, tuple):
         return shape.recomputed
-    if pin == "none":
-        return (0,) * len(shape.counts)
-    left = sum(shape.counts) if pin == "full" else int(pin)
-    chosen = []
-    for count in shape.counts:
-        chosen.append(min(count, left))
-        left -= chosen[-1]
+    left = pin if isinstance(pin, int) else sum(shape.counts)
+    chosen: list[Chosen] = []
+    for index, count in enumerate(shape.counts):
+        own = min(count, left)
+        left -= own
+        chosen.append(_pinned_class(LAYER if isinstance(pin, int) or pin == "full" else pin, price, index, own))
     return tuple(chosen)
+
+
+def _pinned_class(what: str, price: ModelPrice, index: int, count: int) -> Chosen:
+    """Of the regions named those that the class has; layers that fill no group are recomputed each by itself."""
+    if not count or what == "none":
+        return ()
+    if (size := group_of(what)) > 1:
+        grouped = count // size * size if price.longest_chains[index] >= size else 0
+        return tuple((name, n) for name, n in ((what, grouped), (LAYER, count - grouped)) if n)
+    if names := regions_of(what):
+        there = {name for choice in price.classes[index].again for name in regions_of(choice)}
+        what = ", ".join(name for name in names if name in there)
+    return ((what, count),) if what else ()

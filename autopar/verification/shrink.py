@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 from ..errors import PlanError
 from ..mesh import Mesh
 from ..plan import Plan
+from ..recompute import Again, group_of
 from ..request import Job, with_loss
 from ..trace.huggingface import is_huggingface
 
@@ -35,12 +37,22 @@ def small_enough(job: Job, plan: Plan) -> tuple[nn.Module, Plan, str]:
     layers = 2 * mesh.pp
     stages = tuple((i * 2, i * 2 + 2) for i in range(mesh.pp))
     schedule = plan.schedule if mesh.pp > 1 else "none"
-    recompute = tuple(range(layers)) if plan.recompute else ()
+    recompute = _shrunk_recompute(plan, stages)
     small = replace(
         plan, mesh=mesh, stages=stages, schedule=schedule, recompute=recompute, micro_batch=1,
         global_batch=2 * mesh.pp * mesh.dp, sequence=32,
     )  # fmt: skip
     return _shrunk(job.model, layers), small, f"shrunk to {layers} narrow layers on {mesh}"
+
+
+def _shrunk_recompute(plan: Plan, stages: tuple[tuple[int, int], ...]) -> tuple[Again, ...]:
+    """The plan's choices of recompute in turn, a stage each; a group has a stage's layers."""
+    kinds = list(dict.fromkeys(again.what for again in plan.recompute))
+    spread = zip(stages, itertools.cycle(kinds), strict=False) if kinds else ()
+    return tuple(
+        Again(start, stop, f"groups of {stop - start}" if group_of(what) > 1 else what)
+        for (start, stop), what in spread
+    )
 
 
 def with_values(job: Job) -> nn.Module:

@@ -24,6 +24,7 @@ from autopar.ir.graph import B, Program, S
 from autopar.mesh import Mesh
 from autopar.parity import relative_errors
 from autopar.plan import Optimizer, Plan, Solution
+from autopar.recompute import Again, choice, whole_layers
 from autopar.rules import Axis
 from autopar.runtime.opaque import OpaqueModule
 from autopar.runtime.trainer import Trainer
@@ -107,7 +108,7 @@ class Subject:
             stages=stages(layers, pp),
             schedule=schedule if pp > 1 else "none",
             zero=zero,
-            recompute=tuple(range(layers)) if recompute == "all" else tuple(map(int, recompute)),
+            recompute=recomputed(recompute, layers),
             precision=self.precision,
             optimizer=OPTIMIZERS[self.precision],
             solution=self.solution(tp, layout, micro_batch, sequence, costs),
@@ -125,6 +126,16 @@ class Subject:
 
     def source(self, plan: Plan) -> str:
         return model_source(compile_program(self.program, plan), plan, Predicted())
+
+
+def recomputed(which: Sequence[int] | str, layers: int) -> tuple[Again, ...]:
+    """ "all", some layers, or what of each layer ("mlp"); the part after a bar is for the second half of the layers."""
+    if not isinstance(which, str):
+        return whole_layers(map(int, which))
+    first, _, second = which.partition(" | ")
+    words = ["layer" if text == "all" else text for text in (first, second or first)]
+    ranges = zip(((0, layers // 2), (layers // 2, layers)), words, strict=True)
+    return tuple(Again(start, stop, choice(text)) for (start, stop), text in ranges if text != "none")
 
 
 def stages(layers: int, pp: int) -> tuple[tuple[int, int], ...]:

@@ -15,6 +15,7 @@ from autopar.api import Parallelized
 from autopar.cli import main
 from autopar.parity import Parity
 from autopar.plan import Plan
+from autopar.recompute import whole_layers
 
 TINY = """
 import torch
@@ -95,7 +96,7 @@ def test_pins_reach_the_plan(tiny: str, capsys: pytest.CaptureFixture[str]) -> N
     pins = ["--pp", "2", "--dp", "1", "--tp", "1", "--micro-batch", "2", "--schedule", "1f1b", "--recompute", "1,"]
     assert run("plan", f"{tiny}:build", *ON, *pins, "--precision", "fp32", "--lr", "0.5", "--json") == 0
     plan = Plan.from_dict(json.loads(capsys.readouterr().out)["plan"])
-    assert (plan.mesh.pp, plan.micro_batch, plan.schedule, plan.recompute) == (2, 2, "1f1b", (1,))
+    assert (plan.mesh.pp, plan.micro_batch, plan.schedule, plan.recompute) == (2, 2, "1f1b", whole_layers((1,)))
     assert (plan.precision, plan.optimizer.kwargs) == ("fp32", {"lr": 0.5})
 
 
@@ -176,7 +177,10 @@ NONSENSE: dict[str, tuple[dict[str, Any], str]] = {
     "backwards": ({**PP2, "stages": [[0, 3], [3, 2]]}, "stage 1 has no layers"),
     "no ranges": ({"stages": "all"}, "stages: 'all' is not a layer range [start, stop] for each stage, as [[0, 12]"),
     "recompute": ({"recompute": [7]}, "recompute names layers [7]"),
-    "recompute in words": ({"recompute": "full"}, "recompute: 'full' is not the layers to recompute, as [0, 1, 5]"),
+    "recompute in words": (
+        {"recompute": "full"},
+        "recompute: 'full' is not what to recompute of which layers, as {0-11: mlp, 12: layer}",
+    ),
     "zero": ({"zero": 7}, "zero=7: use 0, 1, 2 or 3"),
     "true": ({"zero": True}, "zero: True is not 0, 1, 2 or 3"),
     "unknown key": ({"zeros": 1}, "no such key: zeros (did you mean 'zero'?)"),

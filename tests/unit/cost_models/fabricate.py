@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sympy
 
-from autopar.cost_models.layer_costs import B, LayerCosts, ModelCosts, OpCost, S, Transfer
+from autopar.cost_models.layer_costs import AgainCosts, B, LayerCosts, ModelCosts, OpCost, S, Transfer
 
 BYTES = 2  # a bf16 element
 
@@ -66,10 +66,18 @@ def layer(name: str, hidden: int, ffn: int, kv_share: float, tp: int) -> LayerCo
         parameters=(2 * hidden * (hidden + kv) + 3 * hidden * ffn) // tp + 2 * hidden,
         tied_parameters=0,
         saved_bytes=saved,
-        input_bytes=BYTES * B * S * hidden,
         working_bytes=2 * BYTES * B * S * max(hidden, ffn // tp),
         output_bytes=BYTES * B * S * hidden,
+        again=again(saved, len(ops), hidden, ffn // tp, tp),
     )
+
+
+def again(saved: sympy.Expr, ops: int, hidden: int, width: int, tp: int) -> tuple[AgainCosts, ...]:
+    """The activation of the MLP, which keeps what it reads; the layer, of which all runs again."""
+    product = BYTES * B * S * width
+    silu = AgainCosts("activation", saved - product, product, (ops - 3,), ())
+    forward = tuple(range(2)) if tp > 1 else ()
+    return silu, AgainCosts("layer", BYTES * B * S * hidden, saved, tuple(range(ops)), forward)
 
 
 def ends(hidden: int, vocabulary: int, tp: int, tied: bool) -> tuple[LayerCosts, LayerCosts]:
@@ -79,13 +87,13 @@ def ends(hidden: int, vocabulary: int, tp: int, tied: bool) -> tuple[LayerCosts,
     logits = 10 * B * S * vocabulary // tp
     prologue = LayerCosts(
         "prologue", (elementwise("embedding", hidden, 2),), tp_transfers(hidden, tp, 1), table, 0,
-        8 * B * S, 8 * B * S, output, output,
+        8 * B * S, output, output,
     )  # fmt: skip
     head = matmul("head", hidden, vocabulary // tp)
     ops = (elementwise("norm", hidden), head, elementwise("loss", vocabulary // tp, 10))
     epilogue = LayerCosts(
         "epilogue", ops, tp_transfers(hidden, tp, 1), hidden + (0 if tied else table), table if tied else 0,
-        logits + output, output, logits / 2, sympy.Integer(8),
+        logits + output, logits / 2, sympy.Integer(8),
     )  # fmt: skip
     return prologue, epilogue
 

@@ -10,6 +10,7 @@ from autopar.cost_models.collectives import Group
 from autopar.cost_models.compute import op_time_s, price_block, price_model, stage_shape, stage_time
 from autopar.cost_models.hardware import gpu
 from autopar.cost_models.layer_costs import B, S
+from autopar.recompute import whole_layers
 from tests.unit.cost_models.fabricate import layer, model
 
 H100 = gpu("h100-sxm-80gb")
@@ -50,5 +51,5 @@ def test_stages_add_up_to_the_model() -> None:
 
 def test_recompute_repeats_the_forward() -> None:
     price = price_model(model(layers=4), [1], 1024, H100, "bf16")[0]
-    time = stage_time(price, stage_shape(price, 0, 2, recompute=(1, 3)))
+    time = stage_time(price, stage_shape(price, 0, 2, recompute=whole_layers((1, 3))))
     assert time.recompute == price.classes[0].forward

@@ -11,6 +11,7 @@ from autopar.cost_models.overlap import gathers, reductions
 from autopar.cost_models.step_time import Estimate, estimate
 from autopar.mesh import Mesh
 from autopar.plan import Plan
+from autopar.recompute import whole_layers
 from tests.unit.cost_models.fabricate import model
 
 times = st.lists(st.floats(0, 10), min_size=1, max_size=8)
@@ -62,9 +63,9 @@ def test_zero_trades_memory_for_time() -> None:
 
 
 def test_recompute_trades_time_for_memory() -> None:
-    plain, full = predict(Mesh(dp=2)), predict(Mesh(dp=2), recompute=tuple(range(8)))
+    plain, full = predict(Mesh(dp=2)), predict(Mesh(dp=2), recompute=whole_layers(range(8)))
     assert full.peak_bytes < plain.peak_bytes and full.step_time_s > 1.2 * plain.step_time_s
-    assert full.mfu < plain.mfu and full.stages[0].recomputed == 8
+    assert full.mfu < plain.mfu and full.stages[0].recomputed == (("layer", 8),)
 
 
 def test_the_pipeline_has_the_bubble_of_its_slowest_stage() -> None:

@@ -16,6 +16,7 @@ from autopar.emit.source import model_source
 from autopar.ir.graph import B, Program, S
 from autopar.mesh import Mesh
 from autopar.plan import Plan, Solution
+from autopar.recompute import Again
 from autopar.rules import Axis
 from autopar.search.intra_op import solve
 from autopar.search.layouts import MEGATRON, MEGATRON_SP, Layout, replicated
@@ -53,7 +54,7 @@ def emitted(
     tp: int = 1,
     layout: str = "megatron",
     layers: int = 4,
-    recompute: tuple[int, ...] = (),
+    recompute: tuple[Again, ...] = (),
     dropout: float = 0.0,
 ) -> Emitted:
     """The GPT of examples/gpt.py or HF's Llama, of width 64, or a family of tests/zoo.py; in bf16."""

@@ -20,6 +20,7 @@ from torch import fx, nn
 from autopar.emit.load import load_source
 from autopar.ir.graph import Role, info
 from autopar.ir.ops import is_collective
+from autopar.recompute import Again, whole_layers
 from tests import models
 from tests.unit.emit import handwritten_llama
 from tests.unit.emit.programs import Emitted, calls, emitted
@@ -92,9 +93,9 @@ def things(program: Emitted, tree: ast.ClassDef) -> Counter[object]:
     return found
 
 
-@pytest.mark.parametrize("recompute", [(), (1, 2)])
+@pytest.mark.parametrize("recompute", [(), whole_layers((1, 2))])
 @pytest.mark.parametrize(("model", "plan"), CASES)
-def test_each_op_of_a_layer_is_in_its_source(model: str, plan: str, recompute: tuple[int, ...]) -> None:
+def test_each_op_of_a_layer_is_in_its_source(model: str, plan: str, recompute: tuple[Again, ...]) -> None:
     program = emitted(model, recompute=recompute, **PLANS[plan])  # type: ignore[arg-type]
     for name in {call.block for call in program.program.layer_calls}:
         ops = program.program.blocks[name].ops

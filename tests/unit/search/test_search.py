@@ -10,7 +10,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from autopar.cost_models.compute import ModelPrice, price_model, stage_shape, stage_time
+from autopar.cost_models.compute import ModelPrice, StageShape, price_model, stage_shape, stage_time
 from autopar.cost_models.data_parallel import data_time
 from autopar.cost_models.hardware import GIB, Cluster, Hardware
 from autopar.cost_models.layer_costs import ModelCosts
@@ -18,6 +18,7 @@ from autopar.cost_models.setting import setting_of
 from autopar.cost_models.step_time import estimate_price
 from autopar.errors import InfeasibleError, PlanError
 from autopar.plan import Optimizer, Plan
+from autopar.recompute import again_of, by_layer, whole_layers
 from autopar.search.explain import explain, plan_table
 from autopar.search.search import SearchResult, search
 from autopar.search.space import Choice, Pins, Request, enumerate_space
@@ -35,9 +36,9 @@ def llama(tps: tuple[int, ...] = (1, 2, 4, 8)) -> dict[int, list[ModelCosts]]:
     return {tp: [model(tp=tp)] for tp in tps}
 
 
-def subsets(layers: int) -> list[tuple[int, ...]]:
-    """Every set of layers to recompute."""
-    return [subset for count in range(layers + 1) for subset in combinations(range(layers), count)]
+def recomputes(layers: int) -> list[tuple[str, ...]]:
+    """Every choice of recompute for each layer."""
+    return list(product(("", "activation", "layer"), repeat=layers))
 
 
 def splits(layers: int, stages: int) -> list[tuple[tuple[int, int], ...]]:
@@ -48,7 +49,13 @@ def splits(layers: int, stages: int) -> list[tuple[tuple[int, int], ...]]:
 def brute_force(price: ModelPrice, choice: Choice, request: Request, hardware: Hardware) -> float:
     """Seconds of a step, over all recompute sets and all splits, of the plan whose slowest stage takes least."""
     best = (inf, inf, inf)
-    for ranges, recompute in product(splits(LAYERS, choice.mesh.pp), subsets(LAYERS)):
+    seen = set()
+    for ranges, chosen in product(splits(LAYERS, choice.mesh.pp), recomputes(LAYERS)):
+        recompute = again_of({layer: what for layer, what in enumerate(chosen) if what})
+        shapes = tuple(stage_shape(price, start, stop, recompute) for start, stop in ranges)
+        if shapes in seen or not all(map(two_kinds, shapes)):
+            continue
+        seen.add(shapes)
         plan = Plan(
             choice.mesh,
             request.global_batch,
@@ -64,6 +71,14 @@ def brute_force(price: ModelPrice, choice: Choice, request: Request, hardware: H
             slowest_s = max(steady_s(price, plan, hardware))
             best = min(best, (round(slowest_s, 9), result.peak_bytes, result.step_time_s))
     return best[2]
+
+
+def two_kinds(shape: StageShape) -> bool:
+    """Whether the layers of each class of a stage take two choices at most, "nothing" being one."""
+    return all(
+        len(own) + (sum(n for _, n in own) < count) <= 2
+        for own, count in zip(shape.recomputed, shape.counts, strict=True)
+    )
 
 
 def steady_s(price: ModelPrice, plan: Plan, hardware: Hardware) -> list[float]:
@@ -137,8 +152,8 @@ def test_pinned_recompute_is_kept() -> None:
     pinned = {"pp": 2, "tp": 2, "dp": 16}
     for recompute, expected in (("none", 0), ("full", 32), (3, 6), ((1, 30), 2)):
         result = find(pins=Pins(recompute=recompute, **pinned))  # type: ignore[arg-type]
-        assert len(result.chosen.plan.recompute) == expected
-    assert result.chosen.plan.recompute == (1, 30)
+        assert len(by_layer(result.chosen.plan.recompute)) == expected
+    assert result.chosen.plan.recompute == whole_layers((1, 30))
 
 
 def test_fewer_gpus_are_said_aloud() -> None:

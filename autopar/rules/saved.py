@@ -1,0 +1,180 @@
+"""What a block keeps for backward on one tp rank, by each rule's `saves`: what its GPU kernel keeps.
+
+With some of its ops recomputed, what these keep is made again, and what they read is kept instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import sympy
+import torch
+from torch import fx
+
+from ..ir.custom import EXPERTS, LINEAR_CROSS_ENTROPY
+from ..ir.graph import Block, NodeInfo, Role, Shape, info, node_inputs
+from ..placement import REPLICATE, Kind, Placement, Strategy
+from . import rule_of
+
+aten = torch.ops.aten
+_ZERO = sympy.Integer(0)
+
+# A tensor as it is stored: the node that made its storage and its placement; or what a kernel keeps of its own (None).
+Stored = tuple[fx.Node, Placement | None]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A block with its strategies on an axis of `tp` ranks."""
+
+    block: Block
+    of: Mapping[str, Strategy]
+    tp: int
+
+    def reads(self, node: fx.Node) -> list[tuple[fx.Node, Placement]]:
+        """Each operand with the placement it is read in."""
+        return list(zip(node_inputs(node), self.of[node.name].inputs, strict=True))
+
+    def total_bytes(self, recomputed: Sequence[Collection[fx.Node]] = ()) -> sympy.Expr:
+        """Activations kept from forward to backward when each of these sets of ops is recomputed as one."""
+        again = set().union(*recomputed)
+        kept = self.kept(node for node in self.block.ops if node not in again)
+        for ops in recomputed:
+            kept |= self.arguments(ops)
+        return sympy.Add(*kept.values())
+
+    def live_bytes(self, ops: Collection[fx.Node]) -> sympy.Expr:
+        """What these ops keep, which backward holds at once when they are recomputed."""
+        return sympy.Add(*self.kept(ops).values())
+
+    def kept(self, ops: Iterable[fx.Node]) -> dict[Stored, sympy.Expr]:
+        """Each tensor that these ops keep, once, with its bytes."""
+        found: dict[Stored, sympy.Expr] = {}
+        for node in ops:
+            found |= self.kept_by(node)
+        return found
+
+    def kept_by(self, node: fx.Node) -> dict[Stored, sympy.Expr]:
+        """What one op keeps: operands and result by its rule, and what its kernel has beside them."""
+        if not info(node).requires_grad:
+            return {}
+        strategy = self.of[node.name]
+        found: dict[Stored, sympy.Expr] = {}
+        extra = self._kernels_own(node)
+        if extra != 0:
+            found[node, None] = extra
+        for position in rule_of(node).saves:
+            value, placement = (node, strategy.output) if position < 0 else self.reads(node)[position]
+            if position < 0 or needed(node, position):
+                found |= self._stored(value, placement, node)
+        return found
+
+    def arguments(self, ops: Collection[fx.Node]) -> dict[Stored, sympy.Expr]:
+        """What some ops read of others, as they read it: it is kept where they are recomputed."""
+        found: dict[Stored, sympy.Expr] = {}
+        for node in ops:
+            for value, placement in self.reads(node):
+                if value not in ops:
+                    found |= self._stored(value, placement, node)
+        return found
+
+    def values(self, nodes: Iterable[fx.Node]) -> sympy.Expr:
+        """Bytes of some values as they are."""
+        return sympy.Add(*(local_bytes(info(n), self.of[n.name].output, self.tp) for n in nodes))
+
+    def keeps(self, node: fx.Node) -> bool:
+        """Whether an op keeps anything, be it a weight or what another one keeps too."""
+        saves = any(p < 0 or needed(node, p) for p in rule_of(node).saves)
+        return info(node).requires_grad and (saves or self._kernels_own(node) != 0)
+
+    def keeps_result(self, node: fx.Node) -> bool:
+        """Whether an op keeps something that is there only after it has run."""
+        return -1 in rule_of(node).saves or any(place is None for _, place in self.kept_by(node))
+
+    def _stored(self, value: fx.Node, placement: Placement, reader: fx.Node) -> dict[Stored, sympy.Expr]:
+        root = storage(value)
+        converted = placement != self.of[value.name].output
+        is_there = info(root).role in (Role.PARAMETER, Role.BUFFER, Role.INPUT) or not (
+            info(root).requires_grad or info(root).role is Role.OP
+        )
+        if is_there and not converted:
+            return {}
+        size = local_bytes(info(value), placement, self.tp)
+        if reader.target is aten.cross_entropy_loss.default:
+            size = size * max(1, 4 // info(value).dtype.itemsize)  # half-precision logits are cast to fp32
+        return {(value if converted else root, _stored_as(placement)): size}
+
+    def _kernels_own(self, node: fx.Node) -> sympy.Expr:
+        """fp32 statistics, log-sum-exp, dropout masks; what is kept of each pair of token and expert."""
+        strategy = self.of[node.name]
+        own = _statistics(node) / (self.tp if strategy.output.is_shard else 1)
+        if node.target is EXPERTS:
+            own += _inside_experts(node, self.tp if strategy.inputs[3].is_shard else 1)
+        return own
+
+
+def needed(node: fx.Node, position: int) -> bool:
+    """A factor of a product is kept only if the other one has a gradient."""
+    if node.target is not aten.mul.Tensor:
+        return True
+    operands = node_inputs(node)
+    others = [o for i, o in enumerate(operands) if i != position]
+    return any(info(o).requires_grad for o in others) or len(operands) == 1
+
+
+def storage(node: fx.Node) -> fx.Node:
+    """The node whose storage this one shares, through views.
+
+    A reshape of a transpose copies, but that of an attention's result: kernels give it in the layout [b, s, h, d].
+    """
+    while node.op == "call_function" and rule_of(node).kind == "view" and node_inputs(node):
+        source = node_inputs(node)[0]
+        turned = source.target in (aten.transpose.int, aten.permute.default)
+        made_so = turned and node_inputs(source)[0].target is aten.scaled_dot_product_attention.default
+        if node.target is aten.reshape.default and turned and not made_so:
+            return node
+        node = source
+    return node
+
+
+def tensor_bytes(facts: NodeInfo) -> sympy.Expr:
+    """Bytes of the whole tensor."""
+    return numel(facts.shape) * facts.dtype.itemsize
+
+
+def local_bytes(facts: NodeInfo, placement: Placement, tp: int) -> sympy.Expr:
+    """Bytes of one rank's part."""
+    return tensor_bytes(facts) / (tp if placement.is_shard else 1)
+
+
+def numel(shape: Shape) -> sympy.Expr:
+    """Elements of a tensor."""
+    return sympy.Mul(*shape) if shape else sympy.Integer(1)
+
+
+def _stored_as(placement: Placement) -> Placement:
+    """Both whole placements are the same storage."""
+    return REPLICATE if placement.kind is Kind.GRAD_PARTIAL else placement
+
+
+def _statistics(node: fx.Node) -> sympy.Expr:
+    """What a GPU kernel keeps beside tensors of the graph: fp32 statistics, log-sum-exp, dropout masks."""
+    shape = info(node).shape
+    if node.target is aten.layer_norm.default:
+        return 2 * 4 * numel(shape[:-1])
+    if node.target is aten.rms_norm.default:
+        return 4 * numel(shape[:-1])
+    if node.target is aten.scaled_dot_product_attention.default:
+        return 4 * numel(shape[:-1])
+    if node.target is aten.dropout.default:
+        return numel(shape)
+    if node.target is LINEAR_CROSS_ENTROPY:  # log-sum-exp, and whether a row counts
+        return (info(node).dtype.itemsize + 1) * info(node_inputs(node)[0]).shape[0]
+    return _ZERO
+
+
+def _inside_experts(node: fx.Node, tp: int) -> sympy.Expr:
+    """What autograd keeps of each (token, expert) pair: row and result of d, and four values of the width f."""
+    x, index, _, gate, *_ = (info(n) for n in node_inputs(node))
+    return numel(index.shape) * (2 * x.shape[1] + 4 * gate.shape[1] / tp) * x.dtype.itemsize
