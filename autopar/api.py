@@ -56,6 +56,7 @@ def parallelize(
     global_batch: int | None = None,
     optimizer: OptimizerLike = None,
     precision: str | None = None,
+    compile: bool = False,
     batch_norm: str = "refuse",
     sequence_parallel: bool | None = None,
     **pins: Any,
@@ -66,14 +67,15 @@ def parallelize(
     inputs: example keyword inputs with labels, batch on dim 0; not needed for Hugging Face models. Floating ones
     (images) are cast to the compute dtype, here and in training.
     loss: (outputs, batch) → scalar, where forward returns no loss. sequence: tokens; global_batch: samples.
+    compile=True: the layers run under torch.compile.
     batch_norm="synchronise": its statistics are those of all replicas' samples, in one micro-batch; else refused.
-    pins (pp, dp, tp, zero, micro_batch, schedule, recompute) fix a choice, forbid={"zero": [3]} bans some;
+    pins (pp, dp, tp, zero, micro_batch, schedule, recompute, loss_chunks) fix a choice, forbid={"zero": [3]} bans some;
     sequence_parallel=True or False fixes Megatron's layout with or without sequence parallelism.
     Raises PlanError (a ValueError) naming what is wrong, where, and the way out.
     """
     job = make_job(
         model, gpus, gpu=gpu, memory=memory, inputs=inputs, loss=loss, sequence=sequence,
-        global_batch=global_batch, optimizer=optimizer, precision=precision, batch_norm=batch_norm,
+        global_batch=global_batch, optimizer=optimizer, precision=precision, batch_norm=batch_norm, compile=compile,
     )  # fmt: skip
     with progress(f"tracing {job.name}"):
         program = prepare(job.model, job.inputs, job.precision, job.batch_norm)

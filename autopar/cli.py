@@ -27,8 +27,10 @@ from .search.search import Candidate
 from .trace.named import named_function, named_model
 from .verification.folder import verify_folder
 
-_PINS = ("pp", "dp", "tp", "zero", "micro_batch", "schedule", "recompute")
-_OF_THE_PLAN = ("sequence", "global_batch", "precision", "optimizer", "lr", "sequence_parallel", "forbid", *_PINS)
+_PINS = ("pp", "dp", "tp", "zero", "micro_batch", "schedule", "recompute", "loss_chunks")
+_OF_THE_PLAN = (
+    "sequence", "global_batch", "precision", "optimizer", "lr", "sequence_parallel", "forbid", "compile", *_PINS
+)  # fmt: skip
 _LAYOUTS = {"megatron": False, "megatron-sp": True}
 
 _EXAMPLES = """\
@@ -150,6 +152,7 @@ def _parallelized(args: argparse.Namespace) -> Parallelized:
         precision=args.precision,
         optimizer=(args.optimizer or "AdamW", {} if args.lr is None else {"lr": args.lr}),
         batch_norm=args.batch_norm,
+        compile=bool(args.compile),
         sequence_parallel=args.sequence_parallel,
         forbid=_forbidden(args.forbid),
         **{name: getattr(args, name) for name in _PINS},
@@ -178,9 +181,10 @@ def _of_plan(args: argparse.Namespace, plan: Plan) -> Parallelized:
         precision=plan.precision,
         optimizer=(plan.optimizer.name, plan.optimizer.kwargs),
         batch_norm=args.batch_norm,
+        compile=plan.compile,
         sequence_parallel=_LAYOUTS.get(plan.solution.name),
         **{name: getattr(plan.mesh, name) for name in ("pp", "dp", "tp")},
-        **{name: getattr(plan, name) for name in ("zero", "micro_batch", "schedule", "recompute")},
+        **{name: getattr(plan, name) for name in ("zero", "micro_batch", "schedule", "recompute", "loss_chunks")},
     )
     return with_given(result, plan)
 
@@ -242,6 +246,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     job("--sequence", type=int, metavar="TOKENS", help="tokens of a sample")
     job("--global-batch", type=int, metavar="SAMPLES", help="samples of a step (default: 8 a GPU)")
     job("--precision", choices=PRECISIONS, help="default: bf16, fp32 on a CPU")
+    job("--compile", action="store_true", default=None, help="run the layers under torch.compile")
     job("--optimizer", metavar="NAME", help="an elementwise torch.optim class (default: AdamW)")
     job("--lr", type=float, help="learning rate (default: the optimizer's)")
     batch_norm = "of all replicas' samples, in one micro-batch (default: refuse)"
@@ -258,6 +263,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         metavar="WHAT",
         help="none, full, regions (attention core, mlp), groups of 2, layers a stage (2), or layers (0,1,5)",
     )
+    pins("--loss-chunks", type=int, metavar="N", help="slices of the vocabulary for head and loss, 1 for none")
     pins("--sequence-parallel", action=argparse.BooleanOptionalAction, help="Megatron's layout with or without it")
     pins("--forbid", action="append", default=[], metavar="NAME=VALUE", help="ban a choice: zero=3; may be repeated")
 

@@ -48,7 +48,7 @@ def _check_names(program: Program, plan: Plan) -> None:
 def _priced(result: Parallelized, plan: Plan) -> Parallelized:
     """The same with `plan`, its stages and placements, for the chosen one. InfeasibleError if it does not fit."""
     hardware, request = result.job.cluster.hardware, result.result.request
-    costs = describe(result.program, plan.solution, {B: 1, S: plan.sequence})
+    costs = describe(result.program, plan.solution, {B: 1, S: plan.sequence}, plan.compile)
     (price,) = price_model(costs, [plan.micro_batch], plan.sequence, hardware, plan.precision)
     estimate = estimate_price(price, plan, hardware)
     if estimate.peak_bytes > request.budget_bytes:

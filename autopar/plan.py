@@ -64,6 +64,7 @@ class Plan:
     precision: str = "bf16"
     optimizer: Optimizer = Optimizer()
     loss_chunks: int = 1  # slices of the vocabulary in which head and loss are computed together
+    compile: bool = False  # the layers run under torch.compile
     solution: Solution = Solution(1, {})
 
     @property
@@ -111,6 +112,7 @@ class Plan:
             "zero": self.zero,
             "recompute": to_plain(self.recompute),
             "loss_chunks": self.loss_chunks,
+            "compile": self.compile,
             "precision": self.precision,
             "optimizer": {
                 "name": self.optimizer.name,
@@ -143,6 +145,7 @@ class Plan:
             precision=data["precision"],
             optimizer=_read_optimizer(data["optimizer"]),
             loss_chunks=data.get("loss_chunks", 1),
+            compile=data.get("compile", False),
             solution=Solution(mesh.tp, strategies, data.get("layout", "")),
         )
 

@@ -36,6 +36,10 @@ def _whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
 def _wholes(value: Any) -> bool:
     return isinstance(value, list) and all(map(_whole, value))
 
@@ -66,7 +70,7 @@ def _text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-_OPTIONAL = {"layout", "loss_chunks"}
+_OPTIONAL = {"layout", "loss_chunks", "compile"}
 FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "mesh": (_mesh, "a whole number for each of pp, dp, cp and tp, as {pp: 1, dp: 2, cp: 1, tp: 4}"),
     "global_batch": (_whole, "a whole number of samples"),
@@ -80,6 +84,7 @@ FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
         f"what to recompute of which layers, as {{0-11: mlp, 12: layer}}, or {{}} for none; words: {FORM}",
     ),
     "loss_chunks": (_whole, "a whole number of slices of the vocabulary, 1 for whole logits"),
+    "compile": (_flag, "true or false"),
     "precision": (_text, "bf16, fp32 or fp64"),
     "optimizer": (_optimizer, "a name, kwargs and perhaps groups, as {name: AdamW, kwargs: {lr: 0.001}, groups: []}"),
     "layout": (_text, "the name of a layout of tensor parallelism"),

@@ -43,6 +43,7 @@ class Job:
     optimizer: Optimizer
     notes: tuple[str, ...]
     batch_norm: str = "refuse"
+    compile: bool = False
     loss: Loss | None = None  # which `model` has, and a model that `factory` builds has not
 
     @property
@@ -63,6 +64,7 @@ def make_job(
     optimizer: OptimizerLike,
     precision: str | None,
     batch_norm: str,
+    compile: bool = False,
 ) -> Job:
     """Check what was asked; raises PlanError naming what is wrong and the way out."""
     notes: list[str] = []
@@ -85,7 +87,7 @@ def make_job(
         notes.append(f"global_batch={global_batch} (8 a GPU)")
     return Job(
         module, factory, inputs, cluster, global_batch, sequence, read_memory(memory), precision, chosen_optimizer,
-        tuple(notes), batch_norm, loss,
+        tuple(notes), batch_norm, compile, loss,
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from autopar.cost_models.again import Move, again_costs, largest
+from autopar.cost_models.fusion import fused
 from autopar.cost_models.layer_costs import CHUNKS, LayerCosts, ModelCosts, OpCost, Transfer
 from autopar.cost_models.logits import head_costs, logits_cost
 from autopar.ir.chains import chains
@@ -109,11 +110,16 @@ def parameter_transfers(facts: NodeInfo, stored: Placement) -> list[Transfer]:
     return []
 
 
-def describe(program: Program, solution: Solution, values: Mapping[sympy.Symbol, int]) -> ModelCosts:
-    """The whole model under one solution; `values` (numbers of b and s) are for the sharded share of FLOPs."""
+def describe(
+    program: Program, solution: Solution, values: Mapping[sympy.Symbol, int], compiled: bool = False
+) -> ModelCosts:
+    """The whole model under one solution; `values` (numbers of b and s) are for the sharded share of FLOPs.
+
+    compiled: the layers run under torch.compile.
+    """
     axis = Axis("tp", solution.tp, values=dict(values))
     costs = {
-        name: _layer_costs(program, block, solution.strategies[name], axis)
+        name: _layer_costs(program, block, solution.strategies[name], axis, compiled and _is_layer(program, name))
         for name, block in program.blocks.items()
         if program.count(name)
     }
@@ -174,10 +180,18 @@ def _chunked_epilogue(program: Program, solution: Solution, axis: Axis) -> Layer
     return _layer_costs(program, block, {n.name: typed_strategy(n) for n in block.nodes}, axis)
 
 
-def _layer_costs(program: Program, block: Block, strategies: Mapping[str, Strategy], axis: Axis) -> LayerCosts:
+def _is_layer(program: Program, name: str) -> bool:
+    """Whether a block is a class of layers, and not what lies between or beside them."""
+    return name not in (PROLOGUE, EPILOGUE, TABLES) and not program.is_between(name)
+
+
+def _layer_costs(
+    program: Program, block: Block, strategies: Mapping[str, Strategy], axis: Axis, compiled: bool = False
+) -> LayerCosts:
     saved = Saved(block, strategies, axis.size)
     moves = block_transfers(saved)
     logits = [cost for n in block.ops if (cost := logits_cost(n, strategies[n.name], axis.size)) is not None]
+    ops = {n: op_costs(n, strategies[n.name], rule_of(n), axis.size) for n in block.ops}
     is_layer = any(c.block == block.name for c in program.layer_calls)
     call = program.call_of(block.name)
     own = tied = 0
@@ -191,7 +205,7 @@ def _layer_costs(program: Program, block: Block, strategies: Mapping[str, Strate
     results = [n for n in block.results if info(n).requires_grad and info(n).shape != ()]
     return LayerCosts(
         name=block.name,
-        ops=tuple(cost for n in block.ops for cost in op_costs(n, strategies[n.name], rule_of(n), axis.size)),
+        ops=tuple(fused(block, strategies, ops, axis.size) if compiled else [c for n in ops for c in ops[n]]),
         transfers=tuple(move.transfer for move in moves),
         parameters=own,
         tied_parameters=tied,

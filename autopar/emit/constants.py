@@ -29,6 +29,7 @@ def constants(e: Emission, paths: bool) -> str:
         f"stages={tuple_text([str(stage) for stage in plan.stages], quote=False)}",
         f'optimizer="{plan.optimizer.name}", optimizer_kwargs={dict_text(plan.optimizer.kwargs)}',
     ]
+    settings += ["compile=True"] if plan.compile else []
     settings += _data_settings(e)
     if e.predicted.step_s is not None:
         settings.append(f"predicted_step_s={e.predicted.step_s:.6g}")

@@ -44,6 +44,7 @@ def plan_text(plan: Plan) -> str:
             f"recompute {'all layers' if again == 'full' else again}",
             *([f"loss in {plan.loss_chunks} slices"] if plan.loss_chunks > 1 else []),
             plan.precision,
+            *(["compiled layers"] if plan.compile else []),
             plan.optimizer.name,
         )
     )

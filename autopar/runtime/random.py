@@ -28,6 +28,10 @@ def dropout(x: Tensor, p: float, training: bool, shards: tuple[str, ...] = ()) -
         return x
     if p == 1:
         return x * 0
+    return _masked(x, p, shards)
+
+
+def _masked(x: Tensor, p: float, shards: tuple[str, ...]) -> Tensor:
     generator = torch.Generator(x.device).manual_seed(_draw_seed(shards))
     keep = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1 - p, generator=generator)
     return x * keep * (1 / (1 - p))
@@ -39,6 +43,12 @@ def attention(
     """F.scaled_dot_product_attention with its other options, its dropout seeded as that of `dropout`."""
     if dropout_p == 0 or not training:
         return F.scaled_dot_product_attention(q, k, v, **options)
+    return _seeded_attention(q, k, v, dropout_p, shards, **options)
+
+
+def _seeded_attention(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, shards: tuple[str, ...], **options: Any
+) -> Tensor:
     seed = _draw_seed(shards)
     devices = [q.device] if q.device.type != "cpu" else []
     with torch.random.fork_rng(devices=devices):

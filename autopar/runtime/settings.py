@@ -34,6 +34,7 @@ class Settings:
     peak_flops: float | None = None
     vocabulary: int | None = None
     labels: str = "next"
+    compile: bool = False  # the layers run under torch.compile
 
     @property
     def world_size(self) -> int:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import checkpoint
+from .compiled import compile_layers
 from .data_parallel import distribute
 from .mesh import init_mesh
 from .norm import kept_buffers, update_statistics
@@ -65,6 +66,8 @@ class Trainer:
         value = self.names.value(values)
         groups = getattr(program, "GROUPS", ())
         self.data_parallel = distribute(self.model, program.LAYERS, value, self.mesh, groups)
+        if settings.compile:
+            compile_layers(self.model, program.LAYERS)
         unused = self._unused(getattr(program, "UNUSED", ()), value)
         self.parameters = {**dict(self.model.named_parameters()), **dict(unused.named_parameters())}
         self.buffers = kept_buffers(self.model) | kept_buffers(unused)

@@ -82,8 +82,26 @@ def explain(result: SearchResult, candidate: Candidate | None = None) -> str:
     step = [(term.name, milliseconds(term.time_s)) for term in shown.estimate.step]
     step.append(("step", milliseconds(shown.estimate.step_time_s)))
     parts.append(_plain(step, ("one step", "ms")))
+    if notes := _notes(shown.plan):
+        parts.append("\n".join(notes))
     others = [other for other in result.best if other is not shown]
     return "\n\n".join([*parts, "\n".join(why_not(other, shown) for other in others)]).rstrip()
+
+
+def _notes(plan: Plan) -> list[str]:
+    """How to read the ledger: what is priced as hidden by nothing, what as one kernel."""
+    notes = []
+    if plan.mesh.tp > 1:
+        notes.append("tp communication is exposed: a layer waits for its collectives, and nothing runs beside them")
+    if plan.compile:
+        notes.append("compiled layers: ops between two products, attentions or collectives are priced as one kernel;")
+        notes.append("activations as without torch.compile, which keeps no more")
+    if plan.loss_chunks > 1:
+        notes.append(
+            f"head and loss in {plan.loss_chunks} slices of the vocabulary: at most one of the logits is in memory, "
+            "and backward computes each again"
+        )
+    return notes
 
 
 def why_not(other: Candidate, chosen: Candidate) -> str:

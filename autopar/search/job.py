@@ -59,7 +59,7 @@ def search_job(
     values = {B: 1, S: job.sequence}
     models: dict[int, list[ModelCosts]] = {}
     for (tp, _), solution in solutions.items():
-        models.setdefault(tp, []).append(describe(program, solution, values))
+        models.setdefault(tp, []).append(describe(program, solution, values, job.compile))
     for tp in set(models) - {1}:
         # A solution that divides little of the work is a smaller tp with idle ranks.
         divided = [costs for costs in models[tp] if costs.sharded_fraction >= _LEAST_SHARDED]
@@ -72,7 +72,7 @@ def search_job(
     return search(
         models, job.cluster, global_batch=job.global_batch, sequence=job.sequence, budget_bytes=job.budget_bytes,
         precision=job.precision, optimizer=job.optimizer, pins=pins, illegal_tp=illegal,
-        coupling=data_types(program).coupling,
+        coupling=data_types(program).coupling, compiled=job.compile,
     )  # fmt: skip
 
 

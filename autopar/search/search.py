@@ -76,18 +76,21 @@ def search(
     pins: Pins | None = None,
     illegal_tp: Mapping[int, str] | None = None,
     coupling: Coupling | None = None,
+    compiled: bool = False,
     keep: int = 5,
 ) -> SearchResult:
     """The fastest plans under the budget (default: the GPU's usable memory), one a mesh, `keep` in all.
 
     models: tp → costs of each solution; illegal_tp: why other sizes have none.
-    coupling: what the model forbids on the data axes. global_batch counts samples,
-    sequence tokens. PlanError for a request that is no plan, InfeasibleError if none fits.
+    coupling: what the model forbids on the data axes. compiled: the costs are of compiled layers.
+    global_batch counts samples, sequence tokens. PlanError for a request that is no plan, InfeasibleError if none fits.
     """
     started = time.perf_counter()
     hardware = cluster.hardware
     budget = hardware.memory_bytes if budget_bytes is None else budget_bytes
-    request = Request(global_batch, sequence, budget, precision, optimizer or Optimizer(), pins or Pins(), coupling)
+    request = Request(
+        global_batch, sequence, budget, precision, optimizer or Optimizer(), pins or Pins(), coupling, compiled
+    )
     models = chunkable(models, request.pins)
     layers = max(1, len(next(iter(models.values()))[0].layers))
     space = enumerate_space(request, cluster, layers, models.keys(), illegal_tp or {})
@@ -198,6 +201,7 @@ def _solve_one(case: _Case, request: Request, hardware: Hardware, limit_s: float
         precision=request.precision,
         optimizer=request.optimizer,
         loss_chunks=price.loss_chunks,
+        compile=request.compile,
         solution=Solution(choice.mesh.tp, {}, price.model.solution),
     )
     estimate = estimate_price(price, plan, hardware)

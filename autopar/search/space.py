@@ -90,6 +90,7 @@ class Request:
     optimizer: Optimizer = Optimizer()
     pins: Pins = Pins()
     coupling: Coupling | None = None
+    compile: bool = False
 
 
 @dataclass(frozen=True)
