@@ -18,7 +18,6 @@ from autopar.ir.graph import Block, info, node_inputs
 from autopar.placement import Strategy
 
 _ZERO = sympy.Integer(0)
-_ONE = sympy.Integer(1)
 
 
 @dataclass
@@ -31,11 +30,16 @@ class _Group:
 def fused(
     block: Block, of: Mapping[str, Strategy], costs: Mapping[fx.Node, Sequence[OpCost]], ranks: int
 ) -> list[OpCost]:
-    """The costs of a compiled block: its products and attentions as they are, all else in groups."""
+    """The costs of a compiled block, an op each: of products and attentions as they are, of others a share of a kernel.
+
+    A part of a layer that is recomputed then takes its share, though torch makes kernels of their own for it.
+    """
     groups = _groups(block, of, costs)
-    heavy = [cost for node in block.ops if node not in groups for cost in costs[node]]
-    kernels = [_cost(block, group, of, costs, ranks) for group in {id(g): g for g in groups.values()}.values()]
-    return heavy + [kernel for kernel in kernels if kernel is not None]
+    kernels = {id(g): _cost(block, g, of, costs, ranks) for g in {id(g): g for g in groups.values()}.values()}
+    found: list[OpCost] = []
+    for node in block.ops:
+        found += [kernels[id(groups[node])]] if node in groups and costs[node][0].forward_bytes != 0 else costs[node]
+    return found
 
 
 def _groups(
@@ -69,10 +73,10 @@ def _join(groups: dict[fx.Node, _Group], one: _Group, other: _Group) -> _Group:
 
 def _cost(
     block: Block, group: _Group, of: Mapping[str, Strategy], costs: Mapping[fx.Node, Sequence[OpCost]], ranks: int
-) -> OpCost | None:
-    """One kernel each way; None for views alone, which are none."""
-    if all(cost.forward_bytes == 0 for node in group.members for cost in costs[node]):
-        return None
+) -> OpCost:
+    """What each op of a group that is no view takes of its kernel, one each way."""
+    work = sum(any(cost.forward_bytes != 0 for cost in costs[node]) for node in group.members)
+    share = sympy.Rational(1, max(1, work))
     inside = set(group.members)
     read = dict.fromkeys(
         (operand, wanted.is_shard)
@@ -91,6 +95,6 @@ def _cost(
     outputs = sympy.Add(*(size(node, of[node.name].output.is_shard) for node in left))
     returned = sympy.Add(*(size(node, of[node.name].output.is_shard) for node in left if info(node).requires_grad))
     backward = inputs + returned + gradients if returned != 0 else _ZERO
-    first = group.members[0]
     sharded = any(cost.sharded for node in group.members for cost in costs[node])
-    return OpCost(first.name, "memory", _ZERO, inputs + outputs, _ZERO, backward, sharded, (_ONE, _ONE))
+    name, forward = group.members[0].name, inputs + outputs
+    return OpCost(name, "memory", _ZERO, share * forward, _ZERO, share * backward, sharded, (share, share))
