@@ -15,7 +15,8 @@ from .ir.graph import B, Program, S
 from .plan import Plan
 from .plan_form import nearest
 from .search.layouts import LAYOUTS
-from .search.search import Candidate, gib
+from .search.search import Candidate
+from .search.sizes import gib
 
 
 def with_given(result: Parallelized, plan: Plan) -> Parallelized:

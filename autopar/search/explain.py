@@ -11,7 +11,8 @@ from autopar.cost_models.step_time import Estimate, StageLedger
 from autopar.plan import Plan
 from autopar.recompute import summary
 
-from .search import Candidate, SearchResult, gib
+from .search import Candidate, SearchResult
+from .sizes import gib
 
 _HEADERS = (
     "#", "pp", "dp", "cp", "tp", "zero", "micro×acc", "schedule", "recompute", "step", "tokens/s/GPU", "MFU",

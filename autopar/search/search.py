@@ -22,6 +22,7 @@ from autopar.plan import Optimizer, Plan, Solution
 from autopar.rules.coupling import Coupling
 
 from .loss_chunks import chunkable, loss_prices, smallest_logits
+from .sizes import gib
 from .space import Choice, Pins, Recompute, Request, enumerate_space
 from .stages import StageCosts, pinned_recompute, setting_for, split
 
@@ -81,16 +82,13 @@ def search(
 ) -> SearchResult:
     """The fastest plans under the budget (default: the GPU's usable memory), one a mesh, `keep` in all.
 
-    models: tp → costs of each solution; illegal_tp: why other sizes have none.
-    coupling: what the model forbids on the data axes. compiled: the costs are of compiled layers.
-    global_batch counts samples, sequence tokens. PlanError for a request that is no plan, InfeasibleError if none fits.
+    models: tp → costs of each solution, of compiled layers if `compiled`; illegal_tp: why other sizes have none.
+    coupling: what the model forbids on the data axes. global_batch counts samples, sequence tokens.
+    PlanError for a request that is no plan, InfeasibleError if none fits.
     """
-    started = time.perf_counter()
-    hardware = cluster.hardware
+    started, hardware, chosen = time.perf_counter(), cluster.hardware, optimizer or Optimizer()
     budget = hardware.memory_bytes if budget_bytes is None else budget_bytes
-    request = Request(
-        global_batch, sequence, budget, precision, optimizer or Optimizer(), pins or Pins(), coupling, compiled
-    )
+    request = Request(global_batch, sequence, budget, precision, chosen, pins or Pins(), coupling, compiled)
     models = chunkable(models, request.pins)
     layers = max(1, len(next(iter(models.values()))[0].layers))
     space = enumerate_space(request, cluster, layers, models.keys(), illegal_tp or {})
@@ -299,10 +297,3 @@ def _least_memory(
         terms = stage_ledger(price, shape, stage, ranges, setting)
         peaks.append((total_bytes(terms), stage, terms))
     return max(peaks, key=lambda peak: peak[0])
-
-
-def gib(size_bytes: float) -> str:
-    """71.2 GiB; MiB below one."""
-    if abs(size_bytes) < 2**30:
-        return f"{size_bytes / 2**20:.1f} MiB"
-    return f"{size_bytes / 2**30:.1f} GiB"

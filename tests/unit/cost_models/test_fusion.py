@@ -64,9 +64,10 @@ def test_a_chain_reads_its_input_and_writes_its_output_once() -> None:
     """norm → gelu → square: forward 1 + 1; backward the input again, the gradient of the result, that of the input."""
 
     def body(linear: nn.Linear, x: Tensor) -> Tensor:
-        return linear(F.gelu(F.layer_norm(x, (WIDTH,))).square())
+        result: Tensor = linear(F.gelu(F.layer_norm(x, (WIDTH,))).square())
+        return result
 
-    assert memory(layer(body)) == (pytest.approx(2 * ROW), pytest.approx(3 * ROW), pytest.approx(1))
+    assert memory(layer(body)) == pytest.approx((2 * ROW, 3 * ROW, 1))
     forward, _, launches = memory(layer(body, compiled=False))
     assert forward == 6 * ROW and launches == 3
 
@@ -77,13 +78,14 @@ def test_a_product_parts_two_kernels() -> None:
     def body(linear: nn.Linear, x: Tensor) -> Tensor:
         return F.gelu(x + linear(F.gelu(x)))
 
-    assert memory(layer(body)) == (pytest.approx((2 + 3) * ROW), pytest.approx((3 + 5) * ROW), pytest.approx(2))
+    assert memory(layer(body)) == pytest.approx(((2 + 3) * ROW, (3 + 5) * ROW, 2))
 
 
 def test_a_value_that_is_read_later_is_written_once() -> None:
     def body(linear: nn.Linear, x: Tensor) -> Tensor:
         y = x.sigmoid()
-        return y + linear(y.exp())
+        result: Tensor = y + linear(y.exp())
+        return result
 
     # First kernel: reads x, writes y and exp(y); second: reads y and the product, writes the sum.
     assert memory(layer(body))[0] == pytest.approx((3 + 3) * ROW)
