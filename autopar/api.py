@@ -70,6 +70,7 @@ def parallelize(
     compile=True: the layers run under torch.compile.
     batch_norm="synchronise": its statistics are those of all replicas' samples, in one micro-batch; else refused.
     pins (pp, dp, tp, zero, micro_batch, schedule, recompute, loss_chunks) fix a choice, forbid={"zero": [3]} bans some;
+    reduce_dtype="bf16" sums the gradients of replicas in the compute dtype rather than in fp32;
     sequence_parallel=True or False fixes Megatron's layout with or without sequence parallelism.
     Raises PlanError (a ValueError) naming what is wrong, where, and the way out.
     """

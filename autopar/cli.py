@@ -27,7 +27,7 @@ from .search.search import Candidate
 from .trace.named import named_function, named_model
 from .verification.folder import verify_folder
 
-_PINS = ("pp", "dp", "tp", "zero", "micro_batch", "schedule", "recompute", "loss_chunks")
+_PINS = ("pp", "dp", "tp", "zero", "micro_batch", "schedule", "recompute", "loss_chunks", "reduce_dtype")
 _OF_THE_PLAN = (
     "sequence", "global_batch", "precision", "optimizer", "lr", "sequence_parallel", "forbid", "compile", *_PINS
 )  # fmt: skip
@@ -184,7 +184,10 @@ def _of_plan(args: argparse.Namespace, plan: Plan) -> Parallelized:
         compile=plan.compile,
         sequence_parallel=_LAYOUTS.get(plan.solution.name),
         **{name: getattr(plan.mesh, name) for name in ("pp", "dp", "tp")},
-        **{name: getattr(plan, name) for name in ("zero", "micro_batch", "schedule", "recompute", "loss_chunks")},
+        **{
+            name: getattr(plan, name)
+            for name in ("zero", "micro_batch", "schedule", "recompute", "loss_chunks", "reduce_dtype")
+        },
     )
     return with_given(result, plan)
 
@@ -264,6 +267,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         help="none, full, regions (attention core, mlp), groups of 2, layers a stage (2), or layers (0,1,5)",
     )
     pins("--loss-chunks", type=int, metavar="N", help="slices of the vocabulary for head and loss, 1 for none")
+    pins("--reduce-dtype", choices=PRECISIONS, help="of gradients over the replicas: fp32, or that of --precision")
     pins("--sequence-parallel", action=argparse.BooleanOptionalAction, help="Megatron's layout with or without it")
     pins("--forbid", action="append", default=[], metavar="NAME=VALUE", help="ban a choice: zero=3; may be repeated")
 

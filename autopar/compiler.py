@@ -25,7 +25,7 @@ from .trace.huggingface import traceable
 from .trace.layers import class_names, split_layers
 from .trace.repeats import NotRepeatedError
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 _TYPED_FROM, _CONVERTED_FROM = "shard_parameters", "insert_conversions"
 _DATA_CONVERTED_FROM = "insert_data_conversions"

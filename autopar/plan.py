@@ -16,7 +16,8 @@ from .plan_form import check_form
 from .recompute import Again, from_plain, to_plain
 
 SCHEDULES = ("none", "gpipe", "1f1b")
-PRECISIONS = ("bf16", "fp32", "fp64")
+PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
+MASTERS = {"bf16": "fp32", "fp16": "fp32", "fp32": "fp32", "fp64": "fp64"}  # precision → of weights and states
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ class Plan:
     """A complete plan.
 
     `stages` holds the layer range [start, stop) of each pipeline stage; `recompute` what backward computes
-    again, by ranges of layers in ascending order. Batch sizes count samples, `sequence` tokens.
+    again, by ranges of layers in ascending order. Batch sizes count samples, `sequence` tokens. `reduce_dtype`:
+    in which replicas sum gradients, if not in that of the master weights.
     """
 
     mesh: Mesh
@@ -66,6 +68,7 @@ class Plan:
     loss_chunks: int = 1  # slices of the vocabulary in which head and loss are computed together
     compile: bool = False  # the layers run under torch.compile
     solution: Solution = Solution(1, {})
+    reduce_dtype: str | None = None
 
     @property
     def accumulation(self) -> int:
@@ -97,8 +100,7 @@ class Plan:
             )
         if self.zero not in (0, 1, 2, 3):
             raise PlanError(f"zero={self.zero!r}: use 0, 1, 2 or 3")
-        if self.precision not in PRECISIONS:
-            raise PlanError(f"precision={self.precision!r}: use one of {', '.join(PRECISIONS)}")
+        check_precision(self.precision, self.reduce_dtype)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for YAML and JSON; `from_dict` is the inverse."""
@@ -114,6 +116,7 @@ class Plan:
             "loss_chunks": self.loss_chunks,
             "compile": self.compile,
             "precision": self.precision,
+            **({"reduce_dtype": self.reduce_dtype} if self.reduce_dtype else {}),
             "optimizer": {
                 "name": self.optimizer.name,
                 "kwargs": _plain(self.optimizer.kwargs),
@@ -143,6 +146,7 @@ class Plan:
             zero=data["zero"],
             recompute=from_plain(data["recompute"]),
             precision=data["precision"],
+            reduce_dtype=data.get("reduce_dtype"),
             optimizer=_read_optimizer(data["optimizer"]),
             loss_chunks=data.get("loss_chunks", 1),
             compile=data.get("compile", False),
@@ -161,6 +165,15 @@ class Plan:
             return Plan.from_dict(data)
         except (OSError, ValueError, TypeError, ArithmeticError, yaml.YAMLError) as error:
             raise PlanError(f"{path}: {error}") from error
+
+
+def check_precision(precision: str, reduce_dtype: str | None) -> None:
+    """PlanError where there is no such precision, or its gradients cannot be reduced so."""
+    if precision not in PRECISIONS:
+        raise PlanError(f"precision={precision!r}: use one of {', '.join(PRECISIONS)}")
+    legal = dict.fromkeys((MASTERS[precision], precision))
+    if reduce_dtype is not None and reduce_dtype not in legal:
+        raise PlanError(f"reduce_dtype={reduce_dtype!r} with precision={precision!r}: use {' or '.join(legal)}")
 
 
 def _plain(kwargs: Mapping[str, Any]) -> dict[str, Any]:

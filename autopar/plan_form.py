@@ -70,7 +70,7 @@ def _text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-_OPTIONAL = {"layout", "loss_chunks", "compile"}
+_OPTIONAL = {"layout", "loss_chunks", "compile", "reduce_dtype"}
 FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "mesh": (_mesh, "a whole number for each of pp, dp, cp and tp, as {pp: 1, dp: 2, cp: 1, tp: 4}"),
     "global_batch": (_whole, "a whole number of samples"),
@@ -85,7 +85,8 @@ FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "loss_chunks": (_whole, "a whole number of slices of the vocabulary, 1 for whole logits"),
     "compile": (_flag, "true or false"),
-    "precision": (_text, "bf16, fp32 or fp64"),
+    "precision": (_text, "bf16, fp16, fp32 or fp64"),
+    "reduce_dtype": (_text, "fp32, or the precision itself"),
     "optimizer": (_optimizer, "a name, kwargs and perhaps groups, as {name: AdamW, kwargs: {lr: 0.001}, groups: []}"),
     "layout": (_text, "the name of a layout of tensor parallelism"),
     "placements": (_placements, "a strategy for each node of each block, as {Block: {ln_1: 'R, R, R -> R'}}, or {}"),

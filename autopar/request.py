@@ -14,7 +14,7 @@ from torch import nn
 
 from .cost_models.hardware import Cluster, default_gpu
 from .errors import PlanError
-from .plan import PRECISIONS, Optimizer
+from .plan import Optimizer, check_precision
 from .trace.example_inputs import default_inputs, longest_sequence
 from .trace.huggingface import is_huggingface
 from .trace.initialise import build_on_meta
@@ -72,8 +72,7 @@ def make_job(
     module = model if isinstance(model, nn.Module) else build_on_meta(model)
     cluster = _cluster(gpus, gpu, notes)
     precision = precision or ("fp32" if cluster.gpu == "cpu" else "bf16")
-    if precision not in PRECISIONS:
-        raise PlanError(f"precision={precision!r}: use one of {', '.join(PRECISIONS)}")
+    check_precision(precision, None)
     if batch_norm not in ("refuse", "synchronise"):
         raise PlanError(f"batch_norm={batch_norm!r}: use 'refuse' or 'synchronise'")
     chosen_optimizer = read_optimizer(module, optimizer)

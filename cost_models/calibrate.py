@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 _SMALL_BYTES, _LARGE_BYTES = 4 * 1024, 8 * 1024 * 1024
 _TIMEOUT_S = 20.0
 # Loopback TCP on a laptop-class core, for machines where two processes cannot be started.
@@ -64,11 +64,11 @@ def cache_directory() -> Path:
 
 
 def fingerprint() -> str:
-    """Names this machine and torch version."""
+    """Names this machine, torch version and what is measured."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     model = next((line for line in lines if line.startswith("model name")), platform.processor())
-    facts = (platform.node(), platform.machine(), model, str(os.cpu_count()), torch.__version__)
+    facts = (platform.node(), platform.machine(), model, str(os.cpu_count()), torch.__version__, *_DTYPES)
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
 
 

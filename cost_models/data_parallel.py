@@ -82,7 +82,7 @@ def _units(price: ModelPrice, shape: StageShape, setting: Setting) -> list[_Unit
             forward_s,
             backward_s,
             collective_time_s("all_gather", parameters * states.compute_bytes, group, hardware),
-            collective_time_s(reduction, parameters * states.master_bytes, group, hardware),
+            collective_time_s(reduction, parameters * states.reduce_bytes, group, hardware),
         )
 
     root, _ = root_parameters(price, shape)

@@ -1,10 +1,11 @@
 """The memory ledger of one rank: what is resident, term by term, at the peak of a step.
 
 The states follow DESIGN §6's table, a function of (ZeRO stage, micro-batches m, precision). P elements a rank,
-D data ranks, c bytes of the compute dtype, w of masters and gradients (bf16: 2, 4; fp32: 4, 4; fp64: 8, 8):
+D data ranks, c bytes of the compute dtype, w of masters (bf16, fp16: 2, 4; fp32: 4, 4; fp64: 8, 8), g of gradients:
+those of the reduction (w, or c if so pinned) while whole, w as shards and once reduced:
 
     ZeRO  compute copy               master w, states  gradients                   gathered for a while
-    0     bf16 cP (else the master)  whole             whole                       –
+    0     half cP (else the master)  whole             whole                       –
     1     cP                         1/D               whole if m > 1, else 1/D    –
     2     cP                         1/D               1/D                         –
     3     –                          1/D               1/D                         unit, next unit, root
@@ -21,10 +22,9 @@ from dataclasses import dataclass
 from autopar.cost_models.compute import AgainPrice, BlockPrice, ModelPrice, StageShape, stage_blocks
 from autopar.cost_models.hardware import Hardware
 from autopar.errors import PlanError
-from autopar.plan import Optimizer
+from autopar.plan import MASTERS, Optimizer
 
-COMPUTE_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
-MASTER_BYTES = {"bf16": 4, "fp32": 4, "fp64": 8}
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 BUCKET_BYTES = 25 * 2**20  # of the all-reduce outside fully_shard
 
 
@@ -45,19 +45,25 @@ class States:
     shards: int  # ranks of the data axis (dp × cp)
     precision: str
     optimizer: Optimizer = Optimizer()
+    reduce_dtype: str | None = None  # of gradients; None: of the masters
 
     @property
     def compute_bytes(self) -> int:
-        return COMPUTE_BYTES[self.precision]
+        return BYTES[self.precision]
 
     @property
     def master_bytes(self) -> int:
-        return MASTER_BYTES[self.precision]
+        return BYTES[MASTERS[self.precision]]
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Of a gradient as replicas sum it, and as it is accumulated before."""
+        return BYTES[self.reduce_dtype] if self.reduce_dtype else self.master_bytes
 
     @property
     def has_copy(self) -> bool:
         """The parameters computed with are another tensor than those the optimizer updates."""
-        return self.precision == "bf16" or self.zero > 0
+        return self.compute_bytes < self.master_bytes or self.zero > 0
 
     @property
     def keeps_whole_gradients(self) -> bool:
@@ -153,7 +159,7 @@ class CollectiveCounts:
 def collective_counts(zero: int, micro_batches: int, units: int) -> CollectiveCounts:
     """DESIGN §6, last column, for `units` fully_shard units (the root counts if it has parameters).
 
-    ZeRO 0 all-reduces once a unit (bf16, replicate mesh); outside fully_shard read `units` as buckets.
+    ZeRO 0 all-reduces once a unit (half precision, replicate mesh); outside fully_shard read `units` as buckets.
     """
     gathers = {0: 0, 1: 1, 2: 1, 3: 2 * micro_batches}[zero]
     scatters = {0: 0, 1: 1, 2: micro_batches, 3: micro_batches}[zero]
@@ -174,7 +180,7 @@ def resident_bytes(states: States, parameters: int) -> Resident:
     With ZeRO 0 in fp32 and fp64 the parameters themselves are whole.
     """
     copy = 0 if states.zero == 3 else parameters * states.compute_bytes
-    gradients = parameters * states.master_bytes if states.keeps_whole_gradients else 0
+    gradients = parameters * states.reduce_bytes if states.keeps_whole_gradients else 0
     return Resident(copy, gradients)
 
 
@@ -190,7 +196,7 @@ def optimizer_state_bytes(optimizer: Optimizer, precision: str) -> int:
     if optimizer.name not in tensors:
         raise PlanError(f"optimizer {optimizer.name!r} has no memory model: use one of {', '.join(sorted(tensors))}")
     amsgrad = bool(optimizer.kwargs.get("amsgrad", False)) and optimizer.name in ("Adam", "AdamW")
-    return (tensors[optimizer.name] + amsgrad) * MASTER_BYTES[precision]
+    return (tensors[optimizer.name] + amsgrad) * BYTES[MASTERS[precision]]
 
 
 def ledger(stage: StageMemory, states: States, hardware: Hardware, world_size: int) -> tuple[MemoryTerm, ...]:
@@ -229,6 +235,8 @@ def activation_room_bytes(
 def _state_terms(stage: StageMemory, states: States) -> list[MemoryTerm]:
     master_share = states.shards if states.zero >= 1 else 1
     gradient_share = 1 if states.keeps_whole_gradients else states.shards
+    # At the last backward's start ZeRO-1 has them as they are reduced; after it ZeRO-0 has those of the masters.
+    gradient_bytes = states.reduce_bytes if states.zero == 1 and gradient_share == 1 else states.master_bytes
     state_bytes = optimizer_state_bytes(states.optimizer, states.precision)
     master = stage.parameters * states.master_bytes / master_share
     copy = stage.parameters * states.compute_bytes if states.has_copy and states.zero < 3 else 0.0
@@ -238,7 +246,7 @@ def _state_terms(stage: StageMemory, states: States) -> list[MemoryTerm]:
         MemoryTerm(f"parameters ({states.precision} copy)", copy),
         MemoryTerm(f"master weights{shared}", master),
         MemoryTerm(f"{states.optimizer.name} states{shared}", stage.parameters * state_bytes / master_share),
-        MemoryTerm(f"gradients{reduced}", stage.parameters * states.master_bytes / gradient_share),
+        MemoryTerm(f"gradients{reduced}", stage.parameters * gradient_bytes / gradient_share),
     ]
 
 
@@ -251,7 +259,7 @@ def _buffer_terms(stage: StageMemory, states: States) -> list[MemoryTerm]:
         buffers: float = min(BUCKET_BYTES, stage.parameters * states.master_bytes) if states.shards > 1 else 0
     else:
         # One unit's gradient in the compute dtype and its copy in the dtype of the reduction.
-        buffers = unit * (states.compute_bytes + states.master_bytes)
+        buffers = unit * (states.compute_bytes + states.reduce_bytes)
     return [
         MemoryTerm("gathered units, root", gathered),
         MemoryTerm("reduction buffers", buffers),

@@ -23,11 +23,12 @@ class Setting:
     precision: str
     optimizer: Optimizer
     hardware: Hardware
+    reduce_dtype: str | None = None
 
     @property
     def states(self) -> States:
         shards = self.mesh.dp * self.mesh.cp
-        return States(self.zero, self.micro_batches, shards, self.precision, self.optimizer)
+        return States(self.zero, self.micro_batches, shards, self.precision, self.optimizer, self.reduce_dtype)
 
     @property
     def data_group(self) -> Group:
@@ -39,4 +40,13 @@ class Setting:
 
 def setting_of(plan: Plan, hardware: Hardware) -> Setting:
     """The plan's choices that its stages share."""
-    return Setting(plan.mesh, plan.accumulation, plan.schedule, plan.zero, plan.precision, plan.optimizer, hardware)
+    return Setting(
+        plan.mesh,
+        plan.accumulation,
+        plan.schedule,
+        plan.zero,
+        plan.precision,
+        plan.optimizer,
+        hardware,
+        plan.reduce_dtype,
+    )

@@ -195,6 +195,9 @@ def _after_pipeline(price: ModelPrice, shapes: list[StageShape], setting: Settin
     world = Group(mesh.world_size, min(mesh.world_size, hardware.gpus_per_node))
     norm_s = collective_time_s("all_reduce", 8, world, hardware)
     terms = [TimeTerm("optimizer, gradient norm", update_s + norm_s)]
+    if setting.precision == "fp16":
+        # Read and written once more. That a step overflows is seen by the norm: no all-reduce, no wait of its own.
+        terms.append(TimeTerm("unscaling of gradients", parameters / shards * 2 * states.master_bytes / rate))
     if mesh.pp > 1 and price.epilogue.tied_parameters:
         tied_bytes = price.epilogue.tied_parameters * states.master_bytes / shards
         far = Group(2, 2 if mesh.world_size <= hardware.gpus_per_node else 1)

@@ -30,6 +30,8 @@ def constants(e: Emission, paths: bool) -> str:
         f'optimizer="{plan.optimizer.name}", optimizer_kwargs={dict_text(plan.optimizer.kwargs)}',
     ]
     settings += ["compile=True"] if plan.compile else []
+    if plan.reduce_dtype:
+        settings.append(f'reduce_dtype="{plan.reduce_dtype}"')
     settings += _data_settings(e)
     if e.predicted.step_s is not None:
         settings.append(f"predicted_step_s={e.predicted.step_s:.6g}")

@@ -43,7 +43,7 @@ def plan_text(plan: Plan) -> str:
             f"micro-batch {plan.micro_batch} × {plan.accumulation}{schedule}",
             f"recompute {'all layers' if again == 'full' else again}",
             *([f"loss in {plan.loss_chunks} slices"] if plan.loss_chunks > 1 else []),
-            plan.precision,
+            plan.precision + (f" (gradients summed in {plan.reduce_dtype})" if plan.reduce_dtype else ""),
             *(["compiled layers"] if plan.compile else []),
             plan.optimizer.name,
         )

@@ -1,6 +1,7 @@
 """Saving and resuming with torch.distributed.checkpoint, under any plan.
 
-Keys: `model.<original name>` (tied parameters once), `optimizer.<parameter name>.<state>`, `step`.
+Keys: `model.<original name>` (tied parameters once), `optimizer.<parameter name>.<state>`, `step`,
+`loss_scale.<state>` of fp16.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from .optimizer import Optimizer, Parameters
 from .parameters import Value
+from .precision import LossScale
 from .weights import WEIGHTS, Names, read_tensors
 
 
@@ -33,12 +35,16 @@ def save(
     names: Names,
     step: int,
     buffers: Mapping[str, Tensor],
+    loss_scale: LossScale,
 ) -> None:
     """Every rank calls; each writes its own parts."""
     model = {names.original(n): p.detach() for n, p in parameters.items() if n not in names.parts} | {**buffers}
     model |= names.join({n: full(p) for n, p in parameters.items() if n in names.parts})
     states = {f"{names.original(n)}.{key}": value for n in parameters for key, value in optimizer.states(n).items()}
-    write_checkpoint({"model": model, "optimizer": states, "step": torch.tensor(step)}, checkpoint_id=folder)
+    saved = {"model": model, "optimizer": states, "step": torch.tensor(step)}
+    if loss_scale.enabled:
+        saved["loss_scale"] = loss_scale.state()
+    write_checkpoint(saved, checkpoint_id=folder)
 
 
 def resumed_values(folder: Path, names: Names, program: Path) -> Value:
@@ -89,6 +95,14 @@ def load(
             own = {key: value.clone() for key, value in own.items()}
         optimizer.load_states(name, own)
     return int(step)
+
+
+def load_loss_scale(folder: Path, loss_scale: LossScale) -> None:
+    """Go on with the loss scale of a checkpoint of an fp16 program; without one it starts anew."""
+    if loss_scale.enabled and "loss_scale.scale" in FileSystemReader(folder).read_metadata().state_dict_metadata:
+        state = loss_scale.state()
+        read_checkpoint({"loss_scale": state}, checkpoint_id=folder)
+        loss_scale.load(state)
 
 
 def _empty_states(prefix: str, p: nn.Parameter, keys: Iterable[str]) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from .mesh import Mesh
 from .parameters import Container, Value, materialise
+from .precision import compute_dtype, reduction_dtype
 
 BUCKET_ELEMENTS = 8 * 2**20
 
@@ -35,7 +36,7 @@ def distribute(
     what backward computes again as one is then gathered once for it. One unit at a time is whole in memory.
     """
     settings = mesh.settings
-    plain = settings.precision != "bf16" and (settings.zero == 0 or mesh.size("data") == 1)
+    plain = not settings.half and (settings.zero == 0 or mesh.size("data") == 1)
     for unit in _units(model, layers, groups):
         for name, module in unit.items():
             materialise(module, f"{name}." if name else "", value)
@@ -109,11 +110,10 @@ DataParallel = Replicated | Sharded  # how the replicas of a stage keep their gr
 
 
 def _shard(unit: list[nn.Module], mesh: Mesh) -> None:
-    bf16 = mesh.settings.precision == "bf16"
     # fully_shard would cast RoPE tables given to a layer: the emitted program does its own casts.
     policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if bf16 else None,
-        reduce_dtype=torch.float32 if bf16 else None,
+        param_dtype=compute_dtype(mesh.settings),
+        reduce_dtype=reduction_dtype(mesh.settings),
         cast_forward_inputs=False,
     )
     over = mesh.root["replicate", "shard"] if mesh.root["replicate"].size() > 1 else mesh.root["shard"]

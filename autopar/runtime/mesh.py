@@ -71,9 +71,9 @@ def init_mesh(settings: Settings, device: torch.device | str | None = None) -> M
 
 def _layout(settings: Settings) -> tuple[int, ...]:
     data = settings.dp * settings.cp
-    # In bf16 the sharded parameters are the fp32 masters even where nothing is sharded, so ZeRO-0 is
+    # In half precision the sharded parameters are the fp32 masters even where nothing is sharded, so ZeRO-0 is
     # fully_shard over (replicate=data, shard=1). FIELD_NOTES: in fp32 that would hold a second copy.
-    replicas = data if settings.zero == 0 and settings.precision == "bf16" else 1
+    replicas = data if settings.zero == 0 and settings.half else 1
     return settings.pp, replicas, data // replicas, settings.tp, settings.dp, settings.cp
 
 

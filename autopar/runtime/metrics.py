@@ -66,12 +66,13 @@ def _record(step: int, result: StepResult, time_s: float, memory: int | None, se
     return {
         "step": step,
         "loss": result.loss,
-        "grad_norm": result.grad_norm,
+        "grad_norm": None if result.skipped else result.grad_norm,
         "tokens_per_s": settings.global_batch * settings.sequence / time_s,
         "mfu": mfu,
         "memory_bytes": memory,
         "measured_step_s": time_s,
         "predicted_step_s": settings.predicted_step_s,
+        **({"loss_scale": result.loss_scale, "skipped": result.skipped} if settings.precision == "fp16" else {}),
     }
 
 
@@ -80,7 +81,8 @@ def _progress(record: Record, unit: str) -> str:
     parts = [
         f"step {record['step']}",
         f"loss {record['loss']:.4f}",
-        f"grad norm {record['grad_norm']:.3f}",
+        f"grad norm {record['grad_norm']:.3f}" if record["grad_norm"] is not None else "skipped: gradients overflow",
+        f"loss scale {record['loss_scale']:,g}" if "loss_scale" in record else "",
         f"{record['tokens_per_s']:,.0f} {unit}/s",
         f"MFU {record['mfu']:.1%}" if record["mfu"] is not None else "",
         f"{record['memory_bytes'] / 2**30:.2f} GiB" if record["memory_bytes"] is not None else "",

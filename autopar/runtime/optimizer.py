@@ -84,11 +84,16 @@ def _shards(x: Tensor) -> int:
     return math.prod(x.device_mesh.size(i) for i, p in enumerate(x.placements) if not p.is_replicate())
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, limit: float) -> None:
-    """As torch.nn.utils.clip_grad_norm_, given the norm: every rank scales by the same factor."""
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
+    """Unscale and clip in one pass: every rank multiplies by the same factor."""
     for p in parameters:
-        if p.grad is not None and norm + 1e-6 > limit:
-            local_part(p.grad).mul_(limit / (norm + 1e-6))
+        if p.grad is not None and factor != 1:
+            local_part(p.grad).mul_(factor)
+
+
+def clip_factor(norm: float, limit: float | None) -> float:
+    """What torch.nn.utils.clip_grad_norm_ multiplies by, given the norm; 1 without a limit."""
+    return limit / (norm + 1e-6) if limit is not None and norm + 1e-6 > limit else 1.0
 
 
 class Tied:

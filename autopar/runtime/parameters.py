@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from .mesh import current
+from .precision import storage_dtype
 
 Shape = tuple[int, ...]
 Value = Callable[[str, torch.Size], Tensor]  # name, global shape → the whole tensor, on the CPU
-COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-STORAGE_DTYPE = {"bf16": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
 
 
 def chunk_range(size: int, parts: int, index: int) -> tuple[int, int]:
@@ -29,10 +28,10 @@ def chunk_range(size: int, parts: int, index: int) -> tuple[int, int]:
 def parameter(module: nn.Module, name: str, shape: Shape, shard: int | None = None, frozen: bool = False) -> None:
     """Declare a parameter of global `shape`, sharded over tp on dim `shard` or replicated; `frozen`: not trained.
 
-    Dots in `name` make plain containers. In bf16 programs the stored parameter is the fp32 master.
+    Dots in `name` make plain containers. In half precision the stored parameter is the fp32 master.
     """
     mesh = current()
-    value = torch.empty(shape, dtype=STORAGE_DTYPE[mesh.settings.precision], device="meta")
+    value = torch.empty(shape, dtype=storage_dtype(mesh.settings), device="meta")
     if mesh.size("tp") > 1:
         value = _distribute(value, Replicate() if shard is None else Shard(shard))
     owner, leaf = owner_of(module, name)

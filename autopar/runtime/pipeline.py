@@ -12,35 +12,38 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from .data_parallel import DataParallel
 from .mesh import Mesh
+from .precision import LossScale
 
 Batch = Mapping[str, Tensor]
-Run = Callable[[Batch], Tensor]  # a step's local batch → this rank's share of the loss; leaves gradients
+Run = Callable[[Batch], Tensor]  # a step's local batch → this rank's share of the scaled loss; leaves gradients
 _PREFIX = "input_"  # a model's own input may be called `target`, as an argument of torch's schedules is
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
 
-def make_run(model: nn.Module, data_parallel: DataParallel, mesh: Mesh) -> Run:
+def make_run(model: nn.Module, data_parallel: DataParallel, mesh: Mesh, scale: LossScale) -> Run:
     """Forward and backward of every micro-batch of a step.
 
     The share of the loss is zero on every stage but the last.
     """
     if mesh.settings.pp == 1:
-        return lambda batch: _accumulate(model, data_parallel, batch, mesh.settings.accumulation)
-    return _pipeline(model, data_parallel, mesh)
+        return lambda batch: _accumulate(model, data_parallel, batch, mesh.settings.accumulation, scale)
+    return _pipeline(model, data_parallel, mesh, scale)
 
 
-def _accumulate(model: nn.Module, data_parallel: DataParallel, batch: Batch, micro_batches: int) -> Tensor:
+def _accumulate(
+    model: nn.Module, data_parallel: DataParallel, batch: Batch, micro_batches: int, scale: LossScale
+) -> Tensor:
     chunks = {name: x.chunk(micro_batches) for name, x in batch.items()}
     losses = []
     for i in range(micro_batches):
-        loss: Tensor = model(**{name: parts[i] for name, parts in chunks.items()})
+        loss = scale.scaled(model(**{name: parts[i] for name, parts in chunks.items()}))
         data_parallel.before_backward(last=i == micro_batches - 1)
         loss.backward()
         losses.append(loss.detach())
     return torch.stack(losses).sum()
 
 
-def _pipeline(model: nn.Module, data_parallel: DataParallel, mesh: Mesh) -> Run:
+def _pipeline(model: nn.Module, data_parallel: DataParallel, mesh: Mesh, scale: LossScale) -> Run:
     settings, index = mesh.settings, mesh.rank("pp")
     sent = _examples(model, index, mesh) if index < settings.pp - 1 else None
     stage = _Stage(
@@ -55,7 +58,7 @@ def _pipeline(model: nn.Module, data_parallel: DataParallel, mesh: Mesh) -> Run:
     stage.data_parallel = data_parallel
     # The last stage's output is the loss already; gradients are summed, not averaged over micro-batches.
     schedule = SCHEDULES[settings.schedule](
-        stage, settings.accumulation, loss_fn=lambda loss, _: loss, scale_grads=False
+        stage, settings.accumulation, loss_fn=lambda loss, _: scale.scaled(loss), scale_grads=False
     )
 
     def run(batch: Batch) -> Tensor:

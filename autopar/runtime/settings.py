@@ -25,7 +25,7 @@ class Settings:
     sequence: int
     schedule: str  # "none", "gpipe", "1f1b"
     zero: int
-    precision: str  # "bf16", "fp32", "fp64"
+    precision: str  # "bf16", "fp16", "fp32", "fp64"
     stages: tuple[tuple[int, int], ...]  # layer range of each stage
     optimizer: str = "AdamW"
     optimizer_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -35,6 +35,12 @@ class Settings:
     vocabulary: int | None = None
     labels: str = "next"
     compile: bool = False  # the layers run under torch.compile
+    reduce_dtype: str | None = None  # "bf16", "fp16" or "fp32", of gradients over the replicas; None: of the masters
+
+    @property
+    def half(self) -> bool:
+        """Whether forward and backward compute in 16 bits, with fp32 masters."""
+        return self.precision in ("bf16", "fp16")
 
     @property
     def world_size(self) -> int:

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from . import checkpoint
 from .compiled import compile_layers
-from .data_parallel import distribute
+from .data_parallel import distribute, local_part
 from .mesh import init_mesh
 from .norm import kept_buffers, update_statistics
 from .opaque import LeftOut
-from .optimizer import Optimizer, Tied, clip_gradients, square_sum
-from .parameters import COMPUTE_DTYPE, Value, buffer, materialise, parameter
+from .optimizer import Optimizer, Tied, clip_factor, scale_gradients, square_sum
+from .parameters import Value, buffer, materialise, parameter
 from .pipeline import Batch, make_run
+from .precision import LossScale, compute_dtype, overflow_error
 from .random import seed_generators
 from .settings import Settings
 from .weights import Names, read_weights
@@ -29,10 +30,15 @@ from .weights import Names, read_weights
 
 @dataclass(frozen=True)
 class StepResult:
-    """loss: mean over the targets of the global batch. grad_norm: of the whole model, before clipping."""
+    """loss: mean over the targets of the global batch. grad_norm: of the whole model, before clipping.
+
+    loss_scale: of this step, 1 but in fp16; skipped: its gradients overflowed, so the parameters stay as they were.
+    """
 
     loss: float
     grad_norm: float
+    loss_scale: float = 1.0
+    skipped: bool = False
 
 
 class Trainer:
@@ -40,6 +46,7 @@ class Trainer:
 
     program: the emitted model.py as a module. weights: tensors by original name, a folder with weights.pt
     (or init.json beside the program), or a folder of `save`, which is resumed. lr: over the plan's.
+    loss_scale: of fp16, where a checkpoint has none.
     """
 
     def __init__(
@@ -50,6 +57,7 @@ class Trainer:
         seed: int = 0,
         lr: float | None = None,
         clip: float | None = None,
+        loss_scale: LossScale | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         settings: Settings = program.SETTINGS
@@ -77,20 +85,24 @@ class Trainer:
         options = settings.optimizer_kwargs | ({} if lr is None else {"lr": lr})
         groups = getattr(program, "PARAMETER_GROUPS", ())
         self.optimizer = Optimizer(self.parameters, settings.optimizer, options, groups)
-        self._run = make_run(self.model, self.data_parallel, self.mesh)
+        fp16 = settings.precision == "fp16"
+        self.loss_scale = loss_scale if loss_scale and fp16 else LossScale(enabled=fp16)
+        self._run = make_run(self.model, self.data_parallel, self.mesh, self.loss_scale)
         self._count_targets = getattr(program, "count_targets", None)
         if saved:
             self.steps = checkpoint.load(saved, self.parameters, self.optimizer, self.names, self.buffers)
+            checkpoint.load_loss_scale(saved, self.loss_scale)
             seed_generators(seed + self.steps, self.mesh)  # not the dropout masks of the first steps again
 
     def step(self, batch: Batch) -> StepResult:
         """Train on this replica's samples of one global batch: [global_batch / dp, ...] a tensor.
 
         Floating inputs are cast to the compute dtype, as fully_shard's cast_forward_inputs would.
-        Raises ValueError where the batch has other sizes than those planned.
+        Raises ValueError where the batch has other sizes than those planned, OverflowError naming parameters where
+        no loss scale makes their gradients finite.
         """
         self._check_sizes(batch)
-        dtype = COMPUTE_DTYPE[self.settings.precision]
+        dtype = compute_dtype(self.settings)
         batch = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
         self.optimizer.zero_grad()
         self._count(batch)
@@ -99,12 +111,21 @@ class Trainer:
         self.tied.sum_gradients()
         self.left_out.drop(self.mesh)
         result = self._totals(loss)
-        if self.clip is not None:
-            clip_gradients(self.parameters.values(), result.grad_norm, self.clip)
-        self.optimizer.step()
+        self._update(result)
         update_statistics(self.model)
         self.steps += 1
         return result
+
+    def _update(self, result: StepResult) -> None:
+        """Unscale and clip the gradients and step the optimizer, unless they overflow."""
+        if not result.skipped:
+            factor = clip_factor(result.grad_norm, self.clip) / result.loss_scale
+            scale_gradients(self.parameters.values(), factor)
+            self.optimizer.step()
+        self.loss_scale.update(result.skipped)
+        if self.loss_scale.hopeless:
+            own = {self.names.original(n): local_part(p.grad) for n, p in self.parameters.items() if p.grad is not None}
+            raise overflow_error(self.loss_scale, result.loss, own)
 
     def gradients(self) -> dict[str, Tensor]:
         """The whole gradients of this stage's parameters after a step, clipped if asked, by original name.
@@ -122,7 +143,7 @@ class Trainer:
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint that any plan can resume; every rank calls."""
-        checkpoint.save(folder, self.parameters, self.optimizer, self.names, self.steps, self.buffers)
+        checkpoint.save(folder, self.parameters, self.optimizer, self.names, self.steps, self.buffers, self.loss_scale)
 
     def _whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return self.names.join({self.names.original(name): checkpoint.full(t) for name, t in tensors.items()})
@@ -171,4 +192,6 @@ class Trainer:
         totals = torch.stack([loss.double() / self.mesh.size("tp"), square_sum(owned, self.mesh)])
         if self.settings.world_size > 1:
             dist.all_reduce(totals)
-        return StepResult(float(totals[0]), float(totals[1].sqrt()))
+        scale = self.loss_scale.scale
+        loss_sum, norm = float(totals[0]) / scale, float(totals[1].sqrt()) / scale
+        return StepResult(loss_sum, norm, scale, self.loss_scale.overflows(norm))

@@ -51,11 +51,16 @@ def header(result: SearchResult, model_name: str, parameters: int) -> str:
             f"{count_text(parameters)} parameters",
             str(result.cluster),
             f"{request.global_batch:,}{length} {_unit(result)} a step",
-            request.precision,
+            precision_text(request.precision, request.pins.reduce_dtype),
             request.optimizer.name,
             f"budget {gib(request.budget_bytes)} a GPU",
         )
     )
+
+
+def precision_text(precision: str, reduce_dtype: str | None) -> str:
+    """ "bf16", or "bf16, gradients summed in bf16"."""
+    return precision if reduce_dtype is None else f"{precision}, gradients summed in {reduce_dtype}"
 
 
 def _unit(result: SearchResult) -> str:

@@ -201,6 +201,7 @@ def _solve_one(case: _Case, request: Request, hardware: Hardware, limit_s: float
         loss_chunks=price.loss_chunks,
         compile=request.compile,
         solution=Solution(choice.mesh.tp, {}, price.model.solution),
+        reduce_dtype=request.pins.reduce_dtype,
     )
     estimate = estimate_price(price, plan, hardware)
     return Candidate(plan, price.model, estimate) if estimate.step_time_s < limit_s else None, True

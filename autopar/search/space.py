@@ -10,7 +10,7 @@ from typing import Any
 from autopar.cost_models.hardware import Cluster
 from autopar.errors import PlanError
 from autopar.mesh import Mesh
-from autopar.plan import Optimizer
+from autopar.plan import Optimizer, check_precision
 from autopar.recompute import FORM, Again, choice, whole_layers
 from autopar.rules.coupling import Coupling
 
@@ -23,7 +23,8 @@ class Pins:
 
     recompute: "none", "full" (each layer whole), regions ("attention core, mlp"), "groups of 2", the number of layers
     in each stage, or the layer indices. loss_chunks: slices of the vocabulary in which head and loss are computed,
-    1 for whole logits.
+    1 for whole logits. reduce_dtype is not searched: gradients are summed in the dtype of the master weights, unless
+    it says otherwise.
     """
 
     pp: int | None = None
@@ -34,10 +35,11 @@ class Pins:
     schedule: str | None = None
     recompute: Recompute | None = None
     loss_chunks: int | None = None
+    reduce_dtype: str | None = None
     forbid: Mapping[str, Collection[Any]] = field(default_factory=dict)  # by the names above
 
     def __post_init__(self) -> None:
-        names = {f.name for f in fields(self)} - {"forbid"}
+        names = {f.name for f in fields(self)} - {"forbid", "reduce_dtype"}
         for name in self.forbid:
             if name not in names:
                 raise PlanError(f"forbid={name!r}: use one of {', '.join(sorted(names))}")
@@ -138,6 +140,7 @@ def enumerate_space(
 def check(request: Request, cluster: Cluster) -> None:
     """PlanError, with the arithmetic, where pins and cluster or batch cannot go together."""
     pins, gpus, batch = request.pins, cluster.gpus, request.global_batch
+    check_precision(request.precision, pins.reduce_dtype)
     if batch < 1 or request.sequence < 1:
         raise PlanError(f"global_batch={batch}, sequence={request.sequence}: use 1 or more of each")
     sizes = {name: getattr(pins, name) for name in ("pp", "dp", "tp") if getattr(pins, name) is not None}

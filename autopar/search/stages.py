@@ -230,6 +230,7 @@ def setting_for(choice: Choice, request: Request, hardware: Hardware) -> Setting
         request.precision,
         request.optimizer,
         hardware,
+        request.pins.reduce_dtype,
     )
 
 

@@ -138,6 +138,8 @@ def _load_raised(source: Path, job: Mapping[str, Any]) -> Any:
     program.__file__ = str(Path(job["folder"]) / "model.py")  # beside its weights
     exec(compile(text, str(source), "exec"), program.__dict__)  # the user's own program, which they ask to run
     asked = {name: job[name] for name in ("global_batch", "sequence") if job[name]}
+    if getattr(program.SETTINGS, "reduce_dtype", None):
+        asked["reduce_dtype"] = None
     program.SETTINGS = replace(program.SETTINGS, precision="fp64", **asked)
     return program
 

@@ -17,7 +17,7 @@ def family(name: str, dtype: torch.dtype) -> Subject:
     chosen = zoo.FAMILIES[name]
     model = models.seeded(chosen.build, meta=False)
     generator = torch.Generator().manual_seed(0)
-    stored = torch.float32 if dtype is torch.bfloat16 else dtype
+    stored = torch.float32 if dtype.itemsize == 2 else dtype
     data = [_floating(chosen.inputs(GLOBAL_BATCH, generator), stored) for _ in range(STEPS)]
     inputs = {**{key: value[:2] for key, value in data[0].items()}, **chosen.arguments}
     if chosen.loss:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,11 +39,12 @@ from tests.harness import Reference, reference_run, run_ranks
 VOCABULARY = models.VOCABULARY
 SEQUENCE, GLOBAL_BATCH, STEPS = 16, 12, 5
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-5}
-PRECISION = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16"}
+PRECISION = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 OPTIMIZERS = {
     "fp64": Optimizer("AdamW"),
     "fp32": Optimizer("SGD", {"lr": 0.02, "momentum": 0.9}),
     "bf16": Optimizer("SGD", {"lr": 0.02, "momentum": 0.9}),
+    "fp16": Optimizer("SGD", {"lr": 0.02, "momentum": 0.9}),
 }
 Batch = dict[str, Tensor]
 
@@ -53,7 +55,7 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A model and the dtype it is trained in; its parameters have that dtype (bf16: fp32 masters)."""
+    """A model and the dtype it is trained in; its parameters have that dtype (half precision: fp32 masters)."""
 
     model: nn.Module
     program: Program
@@ -98,6 +100,7 @@ class Subject:
         global_batch: int = GLOBAL_BATCH,
         sequence: int = SEQUENCE,
         zero: int = 0,
+        reduce_dtype: str | None = None,
     ) -> Plan:
         layers = len(self.program.layer_calls)
         return Plan(
@@ -112,6 +115,7 @@ class Subject:
             precision=self.precision,
             optimizer=OPTIMIZERS[self.precision],
             solution=self.solution(tp, layout, micro_batch, sequence, costs),
+            reduce_dtype=reduce_dtype,
         )
 
     def solution(
@@ -153,7 +157,7 @@ def subject(
     `data`: its own global batches, for a model that takes other inputs than ids and labels.
     """
     generator = torch.Generator().manual_seed(1)
-    stored = torch.float32 if dtype is torch.bfloat16 else dtype
+    stored = torch.float32 if dtype.itemsize == 2 else dtype
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.empty(parameter.shape).normal_(0, 0.1, generator=generator)
@@ -274,8 +278,10 @@ def worst(errors: Sequence[float]) -> float:
     return max(errors, key=lambda e: (e != e, e))
 
 
-def trainer_of(source: str, weights: Mapping[str, Tensor], opaque: Mapping[str, OpaqueModule] | None = None) -> Trainer:
-    return Trainer(load_source(source, opaque=opaque), weights, seed=0)
+def trainer_of(
+    source: str, weights: Mapping[str, Tensor] | Path, opaque: Mapping[str, OpaqueModule] | None = None, **options: Any
+) -> Trainer:
+    return Trainer(load_source(source, opaque=opaque), weights, seed=0, **options)
 
 
 def local_batch(trainer: Trainer, batch: Batch) -> Batch:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests import models
 from tests.distributed.families import family
-from tests.distributed.half import assert_bf16
+from tests.distributed.half import assert_half
 from tests.distributed.programs import GLOBAL_BATCH, STEPS, TOLERANCE, Subject, assert_parity, parity, subject
 
 PLANS: dict[str, dict[str, Any]] = {
@@ -60,7 +60,7 @@ def test_bf16(name: str, plan: str) -> None:
     half = made(name, torch.bfloat16)
     assert half.data and all(x.dtype != torch.bfloat16 for x in half.data[0].values())
     assert not half.program.opaque
-    assert_bf16(half, half.plan(**PLANS[plan]))
+    assert_half(half, half.plan(**PLANS[plan]))
 
 
 @pytest.mark.parametrize("name", ["vit", "regression"])

@@ -1,7 +1,7 @@
 """The contract: an emitted program trains as the original does on one process, compared on every rank.
 
 fp64: loss, every gradient, total norm and weights over 5 AdamW steps to 1e-9. fp32: 5 steps of SGD with momentum,
-to 1e-5. bf16: the error against fp32 is at most twice that of the original in bf16.
+to 1e-5. bf16, fp16: the error against fp32 is at most twice that of the original in the same dtype.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from autopar.search.layouts import MEGATRON_SP
-from tests.distributed.half import assert_bf16
+from tests.distributed.half import assert_half
 from tests.distributed.programs import (
     Subject,
     assert_parity,
@@ -41,7 +41,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "zero3-tp2-pp2-recompute": {"dp": 2, "tp": 2, "pp": 2, "micro_batch": 3, "zero": 3, "recompute": "all"},
 }
 OF_QWEN = ("tp2-sp", "dp2-tp2-pp2", "zero3-tp2-pp2-recompute")
-IN_BF16 = ("tp2-sp", "zero3", "dp2-tp2-pp2")
+IN_HALF = ("tp2-sp", "zero3", "dp2-tp2-pp2")
 MODELS: dict[str, Make] = {"gpt": gpt, "llama": llama, "qwen2": qwen}
 CASES = [(model, plan) for model in MODELS for plan in PLANS if model != "qwen2" or plan in OF_QWEN]
 # In fp32 the default set pairs each plan with one model; the other halves are slow.
@@ -63,11 +63,31 @@ def test_fp32(model: str, plan: str) -> None:
 
 
 # --------------------------------------------------------------------------------
-# bf16
+# Half precision
 
 
-@pytest.mark.parametrize("plan", IN_BF16)
+@pytest.mark.parametrize("plan", IN_HALF)
 @pytest.mark.parametrize("model", ["gpt", "llama"])
 def test_bf16(model: str, plan: str) -> None:
     subject = MODELS[model](torch.bfloat16)
-    assert_bf16(subject, subject.plan(**PLANS[plan]))
+    assert_half(subject, subject.plan(**PLANS[plan]))
+
+
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [
+        pytest.param(model, plan, marks=[] if (model == "gpt") == (i % 2 == 0) else pytest.mark.slow)
+        for i, plan in enumerate(PLANS)
+        for model in ("gpt", "llama")
+    ],
+)
+def test_fp16(model: str, plan: str) -> None:
+    subject = MODELS[model](torch.float16)
+    assert_half(subject, subject.plan(**PLANS[plan]))
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_gradients_reduced_in_half_precision(dtype: torch.dtype, zero: int) -> None:
+    subject = gpt(dtype)
+    assert_half(subject, subject.plan(dp=2, micro_batch=3, zero=zero, reduce_dtype=subject.precision))

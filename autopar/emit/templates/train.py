@@ -16,6 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 import model
 from runtime.data import Loader, load_dataset
 from runtime.metrics import Meter
+from runtime.precision import LossScale
 from runtime.trainer import Trainer
 
 HERE = Path(__file__).resolve().parent
@@ -28,6 +29,14 @@ def parse_arguments() -> argparse.Namespace:
     add("--lr", type=float, help="learning rate, constant (default: the plan's)")
     add("--seed", type=int, default=0, help="of initialisation, dropout and the order of the data")
     add("--clip", type=float, help="largest total gradient norm (default: no clipping)")
+    add("--loss-scale", type=float, default=65536.0, help="of fp16, at first (default: 65536)")
+    add(
+        "--growth-interval",
+        type=int,
+        default=2000,
+        metavar="STEPS",
+        help="clean steps until the loss scale doubles (default: 2000)",
+    )
     add(
         "--data",
         metavar="MODULE:FUNCTION",
@@ -52,7 +61,8 @@ def main() -> None:
     args = parse_arguments()
     meter = Meter(args.log, args.measure_memory)
     with meter.counting:
-        trainer = Trainer(model, args.init, seed=args.seed, lr=args.lr, clip=args.clip)
+        scale = LossScale(args.loss_scale, args.growth_interval)
+        trainer = Trainer(model, args.init, seed=args.seed, lr=args.lr, clip=args.clip, loss_scale=scale)
         dataset = load_dataset(args.data, model.SETTINGS)
         loader = Loader(dataset, trainer.mesh, shuffle=not args.no_shuffle, seed=args.seed)
         for step in range(trainer.steps, trainer.steps + args.steps):

@@ -1,0 +1,103 @@
+"""Half precision: which dtype is computed, stored and reduced, and the dynamic loss scale of fp16."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .settings import Settings
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+_LARGEST = 2.0**127  # in fp32, which scaled losses have
+_SHOWN = 5
+
+
+def compute_dtype(settings: Settings) -> torch.dtype:
+    """Of parameters in forward and of activations."""
+    return DTYPES[settings.precision]
+
+
+def storage_dtype(settings: Settings) -> torch.dtype:
+    """Of parameters and optimizer states: fp32 masters under half precision."""
+    return torch.float32 if settings.half else DTYPES[settings.precision]
+
+
+def reduction_dtype(settings: Settings) -> torch.dtype:
+    """In which the replicas' gradients are summed, and whole ones accumulated over micro-batches."""
+    return DTYPES[settings.reduce_dtype] if settings.reduce_dtype else storage_dtype(settings)
+
+
+class LossScale:
+    """The factor that keeps small fp16 gradients from becoming zero, as torch.amp.GradScaler: `initial` at first, half
+    of it after a step whose gradients overflow, which is skipped, twice as much after `interval` clean ones in a row.
+
+    A step overflows where the gradient norm of the whole model is not finite. All ranks have that number, of one
+    all-reduce over the world, so they decide alike. `patience` skipped steps in a row, or a scale below 1, end the run.
+    Disabled (for precisions that need none), it is 1 and skips nothing.
+    """
+
+    def __init__(
+        self, initial: float = 65536.0, interval: int = 2000, patience: int = 20, enabled: bool = True
+    ) -> None:
+        if not 1 <= initial <= _LARGEST or interval < 1 or patience < 1:
+            raise ValueError(f"loss scale {initial:g}, interval {interval}, patience {patience}: use 1 or more")
+        self.scale = initial if enabled else 1.0
+        self.clean = 0  # steps since the scale last changed
+        self.skipped = 0  # steps in a row
+        self.enabled, self.interval, self.patience = enabled, interval, patience
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss to call backward on: in fp32 at least, for 65,536 is too large for fp16."""
+        return loss.float() * self.scale if self.enabled else loss
+
+    def overflows(self, norm: float) -> bool:
+        """Whether the step that had gradients of this norm, scaled or not, is to be skipped."""
+        return self.enabled and not math.isfinite(norm)
+
+    def update(self, overflow: bool) -> None:
+        """Count one step."""
+        if not self.enabled:
+            return
+        if overflow:
+            self.scale, self.clean, self.skipped = self.scale / 2, 0, self.skipped + 1
+            return
+        self.clean, self.skipped = self.clean + 1, 0
+        if self.clean == self.interval:
+            self.scale, self.clean = min(2 * self.scale, _LARGEST), 0
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether there is no use in a smaller scale."""
+        return self.enabled and (self.scale < 1 or self.skipped >= self.patience)
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps."""
+        return {name: torch.tensor(getattr(self, name), dtype=torch.float64) for name in ("scale", "clean", "skipped")}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        self.scale = float(state["scale"])
+        self.clean, self.skipped = int(state["clean"]), int(state["skipped"])
+
+
+def overflow_error(scale: LossScale, loss: float, gradients: Mapping[str, Tensor]) -> OverflowError:
+    """What ends a run, naming the parameters of all ranks whose gradient is not finite. Every rank calls.
+
+    gradients: this rank's parts, by original name.
+    """
+    own = [name for name, gradient in gradients.items() if not gradient.isfinite().all()]
+    held: list[Sequence[str]] = [own]
+    if dist.get_world_size() > 1:
+        held *= dist.get_world_size()
+        dist.all_gather_object(held, own)
+    names = list(dict.fromkeys(name for names in held for name in names))
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    where = "so backward overflows" if math.isfinite(loss) else "so forward overflows"
+    return OverflowError(
+        f"fp16: {scale.skipped} steps in a row were skipped, and the loss scale has come down to {scale.scale:g}, but "
+        f"the gradient of {', '.join(names[:_SHOWN])}{more} is still not finite. The loss is {loss:g}, {where}: "
+        "mask with torch.finfo(x.dtype).min rather than -1e9, compute that part in float32, or train in bf16"
+    )
