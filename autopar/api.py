@@ -27,6 +27,7 @@ from .errors import PlanError
 from .ir.graph import B, Program, S
 from .ir.unread import unread_note
 from .parity import Parity
+from .passes.islands import islands_note
 from .plan import Plan
 from .progress import progress
 from .request import Job, OptimizerLike, make_job
@@ -136,7 +137,15 @@ class Parallelized:
     def explain(self) -> str:
         """Time and memory of each stage, and what the runners-up lose."""
         whole = [f"opaque: {name} is kept whole: {call.reason}" for name, call in self.program.opaque.items()]
-        return "\n".join([explain(self.result), *(f"opaque: {note}" for note in self._opaque), *whole])
+        return "\n".join([explain(self.result), *(f"opaque: {note}" for note in self._opaque), *whole, *self._islands])
+
+    @property
+    def _islands(self) -> list[str]:
+        """What a half-precision program computes in fp32 beyond the author's own casts."""
+        if self.job.precision not in ("bf16", "fp16"):
+            return []
+        others = islands_note(self.program)
+        return [f"in fp32: the loss{f', {others}' if others else ''}; inside kernels: the sums of norms and softmax"]
 
     def compare(self, sequence_parallel: bool | None = None, **pins: Any) -> str:
         """What if: the best plan with these pins beside the chosen one."""

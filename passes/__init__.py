@@ -5,12 +5,14 @@ from .chunk_loss import ChunkLoss
 from .clean import Clean
 from .decompose import Decompose
 from .eliminate_dead_code import EliminateDeadCode
+from .fit_literals import FitLiterals
 from .insert_casts import InsertCasts
 from .insert_conversions import InsertConversions
 from .insert_data_conversions import InsertDataConversions
 from .insert_recompute import InsertRecompute
 from .lower_conversions import LowerConversions
 from .normalize_loss import NormalizeLoss
+from .raise_islands import RaiseIslands
 from .read_positions import ReadPositions
 from .shard_parameters import ShardParameters
 from .split_parameters import SplitParameters
@@ -19,11 +21,13 @@ from .split_stages import SplitStages
 
 PREPARE: tuple[Pass, ...] = (
     Clean(),  # first: the patterns below are written for canonical casts and views
+    FitLiterals(),
     ReadPositions(),
     Decompose(),
     SplitProjections(),  # after decompose: it has written splits as slices, biases as adds
     SplitParameters(),  # after split_projections: it has moved slices of products to their weights
-    NormalizeLoss(),  # last: it copies the targets' ancestors, which must be final
+    NormalizeLoss(),  # after these: it copies the targets' ancestors, which must be final
+    RaiseIslands(),
 )
 
 PASSES: tuple[Pass, ...] = (

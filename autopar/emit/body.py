@@ -128,7 +128,14 @@ class Body:
         self.imports |= text.imports
         comment = comment_of(node, self._product(node), self.tp)
         minor = not is_collective(node.target) and "Partial" not in comment
+        if island := self._island(node):
+            comment, minor = "; ".join(filter(None, (comment, f"in fp32: {island}"))), False
         self.written.append(Line(line, name, comment, minor, ends=node in self.breaks))
+
+    def _island(self, node: fx.Node) -> str:
+        """The fp32 island that begins on the line of `node`."""
+        inside = [self._island(n) for n in node_inputs(node) if n in self.folded]
+        return next(filter(None, (info(node).island, *inside)), "")
 
     def _count(self, node: fx.Node) -> int:
         inside = sum(self._count(n) for n in node_inputs(node) if n in self.folded)

@@ -46,7 +46,8 @@ class NodeInfo:
 
     `shape` is global (unsharded). `ref` names what a placeholder stands for: a parameter or buffer
     relative to the call's path, a keyword input, or (VALUE) the position among the call's inputs.
-    `module` is the path of the module that ran the op and `source` the user's line.
+    `module` is the path of the module that ran the op and `source` the user's line; `island` what is in fp32 from here
+    on, though the author computes it in half precision.
     """
 
     shape: Shape
@@ -57,6 +58,7 @@ class NodeInfo:
     module: str = ""
     source: str = ""
     strategy: Strategy | None = None
+    island: str = ""
 
     @property
     def placement(self) -> Placement:

@@ -119,3 +119,8 @@ RULES: dict[object, RuleMaker] = {
         _elementwise,
     ),
 }  # fmt: skip
+
+
+def is_raised_loss(node: fx.Node) -> bool:
+    """Whether an op is a loss that half-precision programs compute in fp32; one of slices of logits does so inside."""
+    return node.target in RULES and node.target is not LINEAR_CROSS_ENTROPY

@@ -16,6 +16,7 @@ from ..ir.custom import EXPERTS, LINEAR_CROSS_ENTROPY
 from ..ir.graph import Block, NodeInfo, Role, Shape, info, node_inputs
 from ..placement import REPLICATE, Kind, Placement, Strategy
 from . import rule_of
+from .losses import is_raised_loss
 
 aten = torch.ops.aten
 _ZERO = sympy.Integer(0)
@@ -101,8 +102,8 @@ class Saved:
         if is_there and not converted:
             return {}
         size = local_bytes(info(value), placement, self.tp)
-        if reader.target is aten.cross_entropy_loss.default:
-            size = size * max(1, 4 // info(value).dtype.itemsize)  # half-precision logits are cast to fp32
+        if is_raised_loss(reader) and info(value).dtype.is_floating_point:
+            size = size * max(1, 4 // info(value).dtype.itemsize)  # half precision is cast to fp32
         return {(value if converted else root, _stored_as(placement)): size}
 
     def _kernels_own(self, node: fx.Node) -> sympy.Expr:

@@ -83,8 +83,14 @@ def losses_with_a_step_skipped() -> tuple[list[float], float]:
     return expected_losses(gpt(FP16), [OVERFLOW])
 
 
-@pytest.mark.parametrize("bad", [0, -1], ids=["first", "last"])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    ("plan", "bad"),
+    [
+        pytest.param(plan, bad, marks=[] if i < 4 and (i + bad) % 2 == 0 else pytest.mark.slow, id=f"{plan}-{bad}")
+        for i, plan in enumerate(PLANS)
+        for bad in (0, -1)
+    ],
+)
 def test_n4_an_overflow_on_one_rank_is_skipped_by_all(plan: str, bad: int) -> None:
     """N4: equal scales afterwards, and the weights of a run that never saw the step, bit for bit."""
     model = gpt(FP16)
@@ -119,7 +125,7 @@ def test_n4_an_overflow_in_one_replicas_backward_reaches_all() -> None:
         def huge(module: nn.Module, args: Any, output: Tensor) -> Tensor:
             return output * (1e6 if rank == 1 and trainer.steps == OVERFLOW else 1.0)
 
-        next(iter(trainer.model.transformer.h.children())).register_forward_hook(huge)  # type: ignore[union-attr, operator]
+        next(iter(trainer.model.transformer.h.children())).register_forward_hook(huge)  # type: ignore[union-attr]
         return train(trainer, model)
 
     for run in run_ranks(2, on_rank):
@@ -217,29 +223,43 @@ def test_n6_an_overflow_for_ever_ends_naming_the_parameter(plan: str) -> None:
 
 
 class Masked(nn.Module):
-    """Attention written out with a mask that is not of fp16: rows that see nothing are −inf throughout, so NaN."""
+    """Attention written out with a mask that is out of fp16's range, and samples that see nothing at all."""
 
-    def __init__(self) -> None:
+    def __init__(self, amplification: float = 1.0) -> None:
         super().__init__()
+        self.amplification = amplification
         self.embedding = nn.Embedding(VOCABULARY, 32)
         self.query = nn.Linear(32, 32)
         self.head = nn.Linear(32, VOCABULARY)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        x = self.embedding(input_ids)
-        hidden = (input_ids < VOCABULARY).to(x.dtype)[:, None, :] * -1e9  # always
-        weights = (self.query(x) @ x.transpose(1, 2) + hidden).softmax(-1)
-        return F.cross_entropy(self.head(weights @ x).flatten(0, 1), labels.flatten())
+        x = self.embedding(input_ids) * self.amplification
+        hidden = (labels == -100).to(x.dtype)[:, None, :] * -1e9
+        scores = (self.query(x) @ x.transpose(1, 2) + hidden).masked_fill((input_ids == 3)[:, None, :], -1e9)
+        return F.cross_entropy(self.head(scores.softmax(-1) @ x).flatten(0, 1), labels.flatten())
 
 
-def test_n6_a_mask_out_of_range_ends_so_too() -> None:
+def test_n6_masks_are_brought_into_range() -> None:
+    """N6: in fp16 torch refuses to fill −1e9 in, and a product with it is −inf, whose rows are NaN."""
     model = subject(Masked(), FP16)
+    source = model.source(model.plan(dp=2, micro_batch=3))
+
+    def on_rank(rank: int) -> Run:
+        return train(trainer_of(source, model.weights, loss_scale=LossScale(SCALE)), model)
+
+    for run in run_ranks(2, on_rank):
+        assert not any(run.skipped)
+        assert worst([abs(a - b) / b for a, b in zip(run.losses, model.reference.losses, strict=True)]) < 2e-3
+
+
+def test_n6_what_is_always_inf_ends_with_its_cause() -> None:
+    model = subject(Masked(1e5), FP16)
     source = model.source(model.plan(dp=2, micro_batch=3))
 
     def on_rank(rank: int) -> None:
         train(trainer_of(source, model.weights, loss_scale=LossScale(2.0)), model)
 
-    with pytest.raises(RankError, match=r"OverflowError.*query.weight.*The loss is nan, so forward overflows.*finfo"):
+    with pytest.raises(RankError, match=r"OverflowError.*embedding.weight.*loss is (nan|inf), so forward overflows"):
         run_ranks(2, on_rank)
 
 

@@ -32,7 +32,10 @@ from autopar.plan import Plan, Solution
 
 aten = torch.ops.aten
 
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64, "int": torch.int64, "bool": torch.bool}
+_DTYPES = {
+    "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64, "int": torch.int64,
+    "bool": torch.bool,
+}  # fmt: skip
 _OVERLOADS = {
     "add": "Tensor", "sub": "Tensor", "mul": "Tensor", "div": "Tensor", "to": "dtype", "mean": "dim", "slice": "Tensor",
     "pow": "Tensor_Scalar", "transpose": "int", "split": "Tensor", "select": "int", "flatten": "using_ints",
@@ -64,7 +67,7 @@ def read(text: str) -> Program:
 
 def _graph(lines: list[str]) -> fx.Graph:
     graph = fx.Graph()
-    nodes: dict[str, Any] = {"b": B, "s": S, "torch": torch}
+    nodes: dict[str, Any] = {"b": B, "s": S, "torch": torch, "float": float}
     for line in lines:
         if line.startswith("return "):
             graph.output(tuple(nodes[name] for name in line.removeprefix("return ").split(", ")))
@@ -95,6 +98,8 @@ def _op(name: str) -> Any:
     if name == "getitem":
         return operator.getitem
     packet, _, overload = name.partition(".")
+    if hasattr(torch.ops.autopar_results, packet):
+        return getattr(torch.ops.autopar_results, packet).default
     return getattr(getattr(aten, packet), overload or _OVERLOADS.get(packet, "default"))
 
 
