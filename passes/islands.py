@@ -41,16 +41,15 @@ class Islands:
 
     def begin(self, node: fx.Node, name: str, accumulate: bool = False) -> None:
         """`node` is in fp32, and its operands are cast; with `accumulate` only what it sums up is."""
-        if accumulate:
-            node.kwargs = {**node.kwargs, "dtype": torch.float32}
-        else:
+        if not accumulate:
             self._replace(node, lambda n: self._cast(n, torch.float32, node, name) if is_half(n) else n)
-        if "dtype" in node.kwargs:
+        if accumulate or "dtype" in node.kwargs:
             node.kwargs = {**node.kwargs, "dtype": torch.float32}
+            update_info(node, island=name)
         elif node.target is aten.to.dtype:
             node.update_arg(1, torch.float32)
+            update_info(node, island=name)
         self._raise(node, name)
-        update_info(node, island=name)
 
     def follow(self, node: fx.Node) -> None:
         """An op that may read an island: it goes on with it, or reads values cast back."""

@@ -129,7 +129,7 @@ class Body:
         comment = comment_of(node, self._product(node), self.tp)
         minor = not is_collective(node.target) and "Partial" not in comment
         if island := self._island(node):
-            comment, minor = "; ".join(filter(None, (comment, f"in fp32: {island}"))), False
+            comment, minor = f"in fp32: {island}" + (f"; {comment}" if not minor else ""), False
         self.written.append(Line(line, name, comment, minor, ends=node in self.breaks))
 
     def _island(self, node: fx.Node) -> str:

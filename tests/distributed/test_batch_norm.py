@@ -115,7 +115,7 @@ def test_statistics_are_saved_and_resumed(tmp_path: Path) -> None:
         for batch in made.batches[:2]:
             trainer.step(local_batch(trainer, batch))
         trainer.save(tmp_path / "saved")
-        resumed = trainer_of(source, tmp_path / "saved")  # type: ignore[arg-type]
+        resumed = trainer_of(source, tmp_path / "saved")
         return trainer.state_dict(), resumed.state_dict()
 
     for saved, resumed in run_ranks(2, on_rank, timeout=120):
