@@ -17,7 +17,7 @@ from autopar.ir.graph import B, S
 from autopar.plan import Plan
 from autopar.search.layouts import MEGATRON_SP
 from autopar.search.op_costs import TimeCosts
-from tests.distributed.half import assert_bf16
+from tests.distributed.half import assert_half
 from tests.distributed.programs import Subject, assert_parity, gpt, llama, parallel, qwen, subject
 
 MODELS: dict[str, Callable[[torch.dtype], Subject]] = {"gpt": gpt, "llama": llama, "qwen2": qwen, "parallel": parallel}
@@ -54,7 +54,7 @@ def test_fp32(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["pp2-tp2, tied over stages", "dp2-tp2, zero3"])
 def test_bf16(name: str) -> None:
-    assert_bf16(*plan_of(name, torch.bfloat16))
+    assert_half(*plan_of(name, torch.bfloat16))
 
 
 class Capped(nn.Module):

@@ -194,7 +194,8 @@ NONSENSE: dict[str, tuple[dict[str, Any], str]] = {
         {"optimizer": {"name": "AdamW", "kwargs": {}, "groups": [{"names": ["lm_head.weigth"]}]}},
         "optimizer: groups: parameter 'lm_head.weigth' is not in GPT (did you mean 'lm_head.weight'?)",
     ),
-    "precision": ({"precision": "fp8"}, "precision='fp8': use one of bf16, fp32, fp64"),
+    "precision": ({"precision": "fp8"}, "precision='fp8': use one of bf16, fp16, fp32, fp64"),
+    "reduction": ({"reduce_dtype": "fp16"}, "reduce_dtype='fp16' with precision="),
     "schedule": ({"schedule": "1f1b"}, "schedule='1f1b' with pp=1: use none"),
     "layout": ({"layout": "megatrom"}, "layout 'megatrom' is not in GPT (did you mean 'megatron"),
     "a placement": (

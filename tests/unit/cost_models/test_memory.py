@@ -24,10 +24,10 @@ P, D = 1000, 4
 H100 = gpu("h100-sxm-80gb")
 
 
-def bytes_a_parameter(zero: int, m: int, precision: str) -> float:
+def bytes_a_parameter(zero: int, m: int, precision: str, reduce_dtype: str | None = None) -> float:
     """Parameters, masters, states and gradients."""
     stage = StageMemory(P, P, 0, 0.0, 0.0, 1)
-    terms = ledger(stage, States(zero, m, D, precision), H100, D)
+    terms = ledger(stage, States(zero, m, D, precision, reduce_dtype=reduce_dtype), H100, D)
     return total_bytes(terms[:4]) / P
 
 
@@ -35,6 +35,7 @@ def bytes_a_parameter(zero: int, m: int, precision: str) -> float:
     ("zero", "m", "precision", "expected"),
     [
         (0, 4, "bf16", 2 + 4 + 8 + 4),
+        (0, 4, "fp16", 2 + 4 + 8 + 4),
         (0, 4, "fp32", 4 + 8 + 4),
         (0, 4, "fp64", 8 + 16 + 8),
         (1, 4, "bf16", 2 + (4 + 8) / D + 4),
@@ -47,6 +48,24 @@ def bytes_a_parameter(zero: int, m: int, precision: str) -> float:
 )
 def test_states(zero: int, m: int, precision: str, expected: float) -> None:
     assert bytes_a_parameter(zero, m, precision) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("zero", "m", "expected"),
+    [
+        (0, 4, 2 + 4 + 8 + 4),  # once reduced they are fp32
+        (1, 4, 2 + (4 + 8) / D + 2),
+        (1, 1, 2 + (4 + 8) / D + 4 / D),
+        (2, 4, 2 + (4 + 8 + 4) / D),
+        (3, 4, (4 + 8 + 4) / D),
+    ],
+)
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+def test_gradients_reduced_in_half_precision(half: str, zero: int, m: int, expected: float) -> None:
+    """Whole they are as they are reduced; shards are added up in fp32."""
+    assert bytes_a_parameter(zero, m, half, half) == pytest.approx(expected)
+    states = States(zero, m, D, half, reduce_dtype=half)
+    assert resident_bytes(states, P).gradient_bytes == (2 * P if states.keeps_whole_gradients else 0)
 
 
 def test_optimizer_states() -> None:

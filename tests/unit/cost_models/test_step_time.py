@@ -54,6 +54,37 @@ def test_data_parallel_scales_but_for_its_communication() -> None:
     assert eight.peak_bytes < one.peak_bytes
 
 
+def test_fp16_unscales_its_gradients() -> None:
+    """Read and written once, on each rank its shard; elsewhere nothing is unscaled."""
+    half, brain = (predict(Mesh(dp=8), zero=1, precision=precision) for precision in ("fp16", "bf16"))
+    terms = {term.name: term.time_s for term in half.step}
+    hardware = Cluster(8).hardware
+    rate = hardware.memory_bytes_per_s * hardware.memory_efficiency
+    assert terms["unscaling of gradients"] == pytest.approx(2 * 4 * parameters() / 8 / rate)
+    assert half.step_time_s - brain.step_time_s == pytest.approx(terms["unscaling of gradients"])
+    assert half.peak_bytes == brain.peak_bytes and "unscaling of gradients" not in {t.name for t in brain.step}
+
+
+def parameters() -> int:
+    costs = model(layers=8)
+    blocks = [costs.prologue, costs.epilogue, *(costs.classes[name] for name in costs.layers)]
+    return sum(block.parameters for block in blocks)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_reduction_in_half_precision_moves_half_the_bytes(zero: int) -> None:
+    def communicated_s(reduce_dtype: str | None) -> float:
+        result = predict(Mesh(dp=8), zero=zero, reduce_dtype=reduce_dtype)
+        (dp,) = (term for term in result.stages[0].time if term.name == "dp communication")
+        return dp.time_s + dp.hidden_s
+
+    full, half = communicated_s("fp32"), communicated_s("bf16")
+    assert communicated_s(None) == full
+    m = 8  # micro-batches; in units of 2 bytes a parameter
+    gathered, reduced = {0: (0, 2), 1: (1, 1), 2: (1, m), 3: (2 * m, m)}[zero]
+    assert half / full == pytest.approx((gathered + reduced) / (gathered + 2 * reduced), rel=0.05)
+
+
 def test_zero_trades_memory_for_time() -> None:
     estimates = [predict(Mesh(dp=8), zero=zero) for zero in range(4)]
     peaks = [result.peak_bytes for result in estimates]
