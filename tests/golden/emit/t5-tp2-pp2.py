@@ -444,6 +444,7 @@ class Model(nn.Module):
         x = x * 0.1767766952966369
         x = copy_to(x, axis="tp")  # forward: nothing; backward: all-reduce
         labels = labels.reshape(b * s)
+        # in fp32: loss
         logits = F.linear(x, local(self.lm_head.weight)).reshape(b * s, -1).to(torch.float32)
         loss = cross_entropy(logits, labels, size=97, axis="tp")
         return loss / self._count

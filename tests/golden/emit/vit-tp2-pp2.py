@@ -177,7 +177,7 @@ class Model(nn.Module):
         x = split(x, dim=1, axis="tp")  # Replicate → Shard(1); backward: all-gather
         logits = F.linear(x, local(self.classifier.weight))  # row-parallel → Partial
         logits = all_reduce(logits, axis="tp")  # Partial → Replicate; backward: nothing
-        logits = (logits + local(self.classifier.bias)).to(torch.float32)
+        logits = (logits + local(self.classifier.bias)).to(torch.float32)  # in fp32: loss
         loss = F.cross_entropy(logits, labels, reduction="sum")
         return loss / self._count
 

@@ -167,6 +167,7 @@ class Model(nn.Module):
         x = all_gather(x, dim=1, axis="tp")  # Shard(1) → Replicate; backward: reduce-scatter
         logits = F.linear(x[:, 0], local(self.classifier.weight), local(self.classifier.bias))
         logits = gather(logits, dim=1, axis="tp")  # Shard(1) → Replicate; backward: slice
+        # in fp32: loss
         return F.cross_entropy(logits.to(torch.float32), labels, reduction="sum") / self._count
 
 
