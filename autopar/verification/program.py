@@ -43,7 +43,8 @@ _DROPOUT_ARGUMENT: dict[Any, int] = {aten.dropout.default: 1, aten.scaled_dot_pr
 def verify_plan(job: Job, plan: Plan, steps: int) -> Parity:
     """Train original and program for `steps` steps; raises PlanError where the model cannot be run here."""
     model, plan, note = small_enough(job, plan)
-    plan = replace(plan, precision="fp64", compile=False, reduce_dtype=None)  # on CPUs the C++ compiler would take minutes
+    # Not compiled: on CPUs the C++ compiler would take minutes.
+    plan = replace(plan, precision="fp64", compile=False, reduce_dtype=None)
     model = copy.deepcopy(model).double().train()
     program, dropped = _without_dropout(prepare(model, _raised(job.inputs), "fp64", job.batch_norm))
     notes = [note] * bool(note) + ["dropout set to 0 on both sides"] * dropped
