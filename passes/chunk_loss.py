@@ -18,8 +18,8 @@ class ChunkLoss:
     Requires: conversions inserted, so that what stands between head and loss is seen. Ensures: each head of the last
     block whose logits only a plain cross-entropy reads is one op with it; PlanError where there is none.
 
-        logits = linear(x, w)            |
-        loss = cross_entropy(logits, t)  |   loss = linear_cross_entropy(x, w, t, chunks=8)
+        logits = linear(x, w)             |
+        loss = cross_entropy(logits, t)   |   loss = linear_cross_entropy(x, w, t, chunks=8)
     """
 
     name: ClassVar[str] = "chunk_loss"

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from autopar.plan import Plan
 from autopar.runtime import compiled
 from autopar.search.layouts import MEGATRON_SP
-from tests.distributed.half import assert_bf16
+from tests.distributed.half import assert_half
 from tests.distributed.programs import Subject, assert_parity, gpt, llama, local_batch, parity, trainer_of
 from tests.harness import run_ranks
 
@@ -52,7 +52,7 @@ def test_fp64(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_kernels")
 def test_bf16() -> None:
-    assert_bf16(*of(llama(torch.bfloat16, layers=2), dp=2, micro_batch=3, zero=3))
+    assert_half(*of(llama(torch.bfloat16, layers=2), dp=2, micro_batch=3, zero=3))
 
 
 @pytest.mark.slow
