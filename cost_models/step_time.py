@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from autopar.cost_models.collectives import Group, collective_time_s
 from autopar.cost_models.compute import (
     ModelPrice,
+    PhaseTime,
     StageShape,
     StageTime,
     price_model,
@@ -216,9 +217,15 @@ def _time_terms(time: StageTime, data: DataTime, micro_batches: int) -> tuple[Ti
         TimeTerm("memory-bound ops", both.memory_s),
         TimeTerm("tp communication", both.tp_s),
         TimeTerm("launch floor", both.launch_s),
-        *(TimeTerm(f"{_RECOMPUTE}{what}", phase.total_s) for what, phase in time.again.items()),
+        *(term for what, phase in time.again.items() for term in _again_terms(what, phase)),
         TimeTerm("dp communication", exposed_s, each.hidden_s + once.hidden_s / micro_batches),
     )
+
+
+def _again_terms(what: str, phase: PhaseTime) -> list[TimeTerm]:
+    """What a choice of recompute computes again, and the tp collectives that run again within it."""
+    terms = [TimeTerm(f"{_RECOMPUTE}{what}", phase.total_s - phase.tp_s)]
+    return [*terms, TimeTerm(f"{_RECOMPUTE}tp communication in {what}", phase.tp_s)] if phase.tp_s else terms
 
 
 def _limited_by(

@@ -1,7 +1,7 @@
 """The regions of a layer that can be recomputed by themselves, found from its graph (`autopar.recompute` names them).
 
-A region ends with a projection, whose result nothing keeps: `checkpoint` stops early, so that this product and the
-reduction after it are not run again. What it reads is kept, so it starts where that is least.
+A region ends with a projection and its bias, whose result nothing keeps: `checkpoint` stops early, so that this
+product and the reduction after it are not run again. What it reads is kept, so it starts where that is least.
 """
 
 from __future__ import annotations
@@ -160,12 +160,18 @@ class _Finder:
                 return found
             user = users[0]
             if self._is_projection(user):
-                return found | {user}
+                return found | {user} | self._bias_of(user)
             beside = self._before(found | {user}, whole=False) - self._before(found, whole=False)
             grown = found | beside
             if self._is_border(user) or not self._takes(user, grown):
                 return found
             found = grown
+
+    def _bias_of(self, product: fx.Node) -> set[fx.Node]:
+        """The addition of a projection's bias, unless it comes after a reduction: both are one call, rounded once."""
+        users = list(product.users)
+        alone = len(users) == 1 and users[0].op == "call_function" and not self._talks(product, users[0])
+        return {users[0]} if alone and users[0].target is aten.add.Tensor and self._is_border(users[0]) else set()
 
     def _takes(self, node: fx.Node, found: set[fx.Node]) -> bool:
         """Whether the other operands of an op are the region's, constants, or projections for it alone."""

@@ -116,12 +116,11 @@ class Saved:
 
 
 def needed(node: fx.Node, position: int) -> bool:
-    """A factor of a product is kept only if the other one has a gradient."""
-    if node.target is not aten.mul.Tensor:
+    """A factor, or what is divided, is kept only if the other operand has a gradient: not where that is a number."""
+    if node.target is not aten.mul.Tensor and (node.target is not aten.div.Tensor or position > 0):
         return True
-    operands = node_inputs(node)
-    others = [o for i, o in enumerate(operands) if i != position]
-    return any(info(o).requires_grad for o in others) or len(operands) == 1
+    others = [o for i, o in enumerate(node_inputs(node)) if i != position]
+    return any(info(o).requires_grad for o in others)
 
 
 def storage(node: fx.Node) -> fx.Node:

@@ -24,7 +24,7 @@ from autopar.rules.coupling import Coupling
 from .loss_chunks import chunkable, loss_prices, smallest_logits
 from .sizes import gib
 from .space import Choice, Pins, Recompute, Request, enumerate_space
-from .stages import StageCosts, pinned_recompute, setting_for, split
+from .stages import LEANEST, StageCosts, pinned_recompute, setting_for, split
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ def _infeasible(cases: Sequence[_Case], request: Request, hardware: Hardware) ->
     for least_bytes, case in _leanest(cases, request, hardware):
         if nearest is not None and least_bytes >= nearest[0]:
             break
-        for recompute in ("full", "none") if request.pins.recompute is None else (request.pins.recompute,):
+        for recompute in LEANEST if request.pins.recompute is None else (request.pins.recompute,):
             found = _least_memory(case, recompute, request, hardware)
             if nearest is None or found[0] < nearest[0]:
                 nearest = (found[0], case, found[1], found[2], str(recompute))

@@ -26,6 +26,8 @@ Ranges = tuple[tuple[int, int], ...]
 # (stage, start, stop) → (seconds, bytes) of layers [start, stop) as that stage; inf where it does not fit.
 StageCost = Callable[[int, int, int], tuple[float, float]]
 
+LEANEST = ("groups of 8", "full", "none")  # one of these pins of recompute keeps least
+
 _TIE = 1 + 1e-9
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -133,12 +134,12 @@ class Subject:
 
 
 def recomputed(which: Sequence[int] | str, layers: int) -> tuple[Again, ...]:
-    """ "all", some layers, or what of each layer ("mlp"); the part after a bar is for the second half of the layers."""
+    """ "all", some layers, or what of each layer ("mlp"); a bar parts what is for each half of the layers."""
     if not isinstance(which, str):
         return whole_layers(map(int, which))
-    first, _, second = which.partition(" | ")
-    words = ["layer" if text == "all" else text for text in (first, second or first)]
-    ranges = zip(((0, layers // 2), (layers // 2, layers)), words, strict=True)
+    words = ["layer" if text == "all" else text for text in which.split(" | ")]
+    bounds = [layers * part // len(words) for part in range(len(words) + 1)]
+    ranges = zip(pairwise(bounds), words, strict=True)
     return tuple(Again(start, stop, choice(text)) for (start, stop), text in ranges if text != "none")
 
 

@@ -35,19 +35,22 @@ def _train(plan: Plan) -> list[tuple[list[float], dict[str, Tensor], dict[str, T
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "which"),
     [
-        {"dp": 2, "micro_batch": 3},
-        {"tp": 2, "layout": MEGATRON_SP},
-        {"pp": 2, "micro_batch": 3},
-        {"dp": 2, "tp": 2, "micro_batch": 3, "zero": 3},
+        ({"dp": 2, "micro_batch": 3}, "all"),
+        ({"dp": 2, "micro_batch": 3, "zero": 3}, "groups of 2"),
+        ({"tp": 2}, "attention core, mlp"),
+        ({"tp": 2, "layout": MEGATRON_SP}, "all"),
+        ({"tp": 2, "layout": MEGATRON_SP}, "attention, activation"),
+        ({"pp": 2, "micro_batch": 3}, "attention | all"),
+        ({"dp": 2, "tp": 2, "micro_batch": 3, "zero": 3}, "all | attention core"),
     ],
-    ids=["dp2", "tp2-sp", "pp2", "zero3-tp2"],
+    ids=["dp2", "zero3-groups", "tp2-regions", "tp2-sp", "tp2-sp-regions", "pp2", "zero3-tp2"],
 )
-def test_recompute_changes_no_bit(options: dict[str, Any]) -> None:
+def test_recompute_changes_no_bit(options: dict[str, Any], which: str) -> None:
     """R1: with recompute the loss, the gradients and the weights are bit for bit those without."""
     subject = gpt(torch.float64, LAYERS, DROPOUT)
-    kept, again = (_train(subject.plan(**options, recompute=which)) for which in ((), "all"))
+    kept, again = (_train(subject.plan(**options, recompute=chosen)) for chosen in ((), which))
     for (losses, *tensors), (losses_again, *tensors_again) in zip(kept, again, strict=True):
         assert losses == losses_again
         for one, other in zip(tensors, tensors_again, strict=True):

@@ -40,6 +40,18 @@ def test_golden(model: str, plan: str, golden: Callable[[str, str], None]) -> No
     golden(f"emit/{model}-{plan}.py", of(model, plan).source)
 
 
+RECOMPUTE = {
+    "regions": ("gpt", {"tp": 2, "layout": "megatron-sp"}, (Again(0, 4, "attention core, mlp"),)),
+    "mixed": ("llama", {"pp": 2}, (Again(0, 2, "groups of 2"), Again(2, 3, "attention, activation"), Again(3, 4))),
+}
+
+
+@pytest.mark.parametrize("name", RECOMPUTE)
+def test_golden_with_recompute(name: str, golden: Callable[[str, str], None]) -> None:
+    model, options, recompute = RECOMPUTE[name]
+    golden(f"emit/{model}-recompute-{name}.py", emitted(model, recompute=recompute, **options).source)  # type: ignore[arg-type]
+
+
 # --------------------------------------------------------------------------------
 # Every op of a layer is in its source
 

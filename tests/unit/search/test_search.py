@@ -18,7 +18,7 @@ from autopar.cost_models.setting import setting_of
 from autopar.cost_models.step_time import estimate_price
 from autopar.errors import InfeasibleError, PlanError
 from autopar.plan import Optimizer, Plan
-from autopar.recompute import again_of, by_layer, whole_layers
+from autopar.recompute import Again, again_of, by_layer, whole_layers
 from autopar.search.explain import explain, plan_table
 from autopar.search.search import SearchResult, search
 from autopar.search.space import Choice, Pins, Request, enumerate_space
@@ -154,6 +154,41 @@ def test_pinned_recompute_is_kept() -> None:
         result = find(pins=Pins(recompute=recompute, **pinned))  # type: ignore[arg-type]
         assert len(by_layer(result.chosen.plan.recompute)) == expected
     assert result.chosen.plan.recompute == whole_layers((1, 30))
+    # Of the regions those that the layers have; layers of which it is not known that they follow each other, alone.
+    for words, what in (
+        ("activation", "activation"),
+        ("groups of 4", "layer"),
+        ("attention, activation", "activation"),
+    ):
+        plan = find(pins=Pins(pp=2, tp=2, dp=16, recompute=words)).chosen.plan
+        assert plan.recompute == (Again(0, 32, what),)
+
+
+def test_layers_that_follow_each_other_are_recomputed_in_groups() -> None:
+    """32 layers on 2 stages, 16 of them in groups of 5 where a pin says so; the rest of each stage by itself."""
+    chained = {2: [replace(model(tp=2), chains=(0,) * 32)]}
+    pins = Pins(pp=2, tp=2, dp=16, recompute="groups of 5")
+    found = search(chained, Cluster(64), global_batch=512, sequence=8192, pins=pins).chosen.plan
+    groups = [(again.start, again.stop) for again in found.recompute if again.group == 5]
+    cut = found.stages[0][1]
+    assert all((stop - start) % 5 == 0 and (stop <= cut or start >= cut) for start, stop in groups) and len(groups) == 2
+    assert len(by_layer(found.recompute)) == 32
+
+
+def test_groups_free_what_whole_layers_keep() -> None:
+    """With little memory and many micro-batches in flight the inputs of the layers are too much: groups share them."""
+    chained = {1: [replace(model(vocabulary=1000), chains=(0,) * 32)]}
+
+    def found(budget_bytes: float, recompute: str | None) -> SearchResult:
+        pins = Pins(pp=4, tp=1, dp=1, micro_batch=4, schedule="gpipe", recompute=recompute)
+        return search(
+            chained, Cluster(4), global_batch=512, sequence=8192, budget_bytes=budget_bytes, pins=pins
+        )  # fmt: skip
+
+    whole_bytes = found(1e15, "full").chosen.estimate.peak_bytes
+    chosen = found(0.8 * whole_bytes, None).chosen
+    assert any(again.group > 1 for again in chosen.plan.recompute)
+    assert chosen.estimate.peak_bytes <= 0.8 * whole_bytes
 
 
 def test_fewer_gpus_are_said_aloud() -> None:

@@ -49,7 +49,11 @@ def test_pins_and_bans_restrict() -> None:
         ({"batch": 10, "dp": 2, "micro_batch": 3}, "micro_batch=3 × dp=2 = 6: use global_batch=6 or 12"),
         ({"schedule": "1f1b", "pp": 1}, "1f1b needs pp > 1"),
         ({"pp": 8}, r"pp=8 \(4 layers\)"),
-        ({"recompute": "some"}, "recompute='some': use 'none', 'full'"),
+        (
+            {"recompute": "some"},
+            "recompute='some': use 'none', 'full', 'attention core', 'attention', 'activation', 'mlp'",
+        ),
+        ({"recompute": "groups of 0"}, "recompute='groups of 0': use 'none', 'full'"),
         ({"forbid": {"cp": (2,)}}, "forbid='cp': use one of"),
         ({"micro_batch": 0}, "micro_batch=0: use 1 or more"),
     ],
