@@ -33,11 +33,12 @@ from .progress import progress
 from .request import Job, OptimizerLike, make_job
 from .search.explain import explain, plan_table
 from .search.explain import why_not as why_slower
-from .search.job import Solutions, illegal_sizes, search_job, solve_layouts, tp_sizes
+from .search.job import cp_sizes, illegal_sizes, search_job, tp_sizes
 from .search.layouts import LAYOUTS
 from .search.search import SearchResult
 from .search.space import Pins
 from .search.unknown_ops import warn_unknown
+from .solutions import Solutions, models_of, solve_layouts, with_placements
 from .trace.initialise import Weights, weights_of
 from .trace.layers import class_names
 from .trace.opaque import opaque_modules
@@ -70,7 +71,8 @@ def parallelize(
     loss: (outputs, batch) → scalar, where forward returns no loss. sequence: tokens; global_batch: samples.
     compile=True: the layers run under torch.compile.
     batch_norm="synchronise": its statistics are those of all replicas' samples, in one micro-batch; else refused.
-    pins (pp, dp, tp, zero, micro_batch, schedule, recompute, loss_chunks) fix a choice, forbid={"zero": [3]} bans some;
+    pins (pp, dp, cp, tp, zero, micro_batch, schedule, recompute, loss_chunks) fix a choice, forbid={"zero": [3]} bans
+    some; attention="ring", "ulysses" or "all_gather" fixes how the ranks of cp attend to the whole sequence;
     reduce_dtype="bf16" sums the gradients of replicas in the compute dtype rather than in fp32;
     sequence_parallel=True or False fixes Megatron's layout with or without sequence parallelism.
     Raises PlanError (a ValueError) naming what is wrong, where, and the way out.
@@ -85,11 +87,13 @@ def parallelize(
     illegal = illegal_sizes(program, job, chosen)
     warn_unknown(program, {B: 1, S: job.sequence})
     layouts = [layout for layout in LAYOUTS if sequence_parallel is None or layout.name == _named(sequence_parallel)]
-    sizes = [tp for tp in tp_sizes(job, chosen) if tp not in illegal]
-    with progress(f"solving the placements for tp = {', '.join(map(str, sizes))}"):
-        solutions, unsolved = solve_layouts(program, job, sizes, layouts)
+    cps, tps = cp_sizes(job, chosen), [tp for tp in tp_sizes(job, chosen) if f"tp={tp}" not in illegal]
+    over_cp = f", cp = {', '.join(map(str, cps))}" if cps != [1] else ""
+    with progress(f"solving the placements for tp = {', '.join(map(str, tps))}{over_cp}"):
+        solutions, unsolved = solve_layouts(program, job, cps, tps, layouts, chosen)
     with progress("searching the plans"):
-        result = search_job(job, program, solutions, chosen, illegal | unsolved)
+        models = models_of(job, program, solutions, chosen)
+        result = search_job(job, program, models, chosen, illegal | unsolved)
     return Parallelized(job, program, solutions, result)
 
 
@@ -109,8 +113,7 @@ class Parallelized:
 
     @cached_property
     def plan(self) -> Plan:
-        candidate = self.result.chosen.plan
-        return replace(candidate, solution=self.solutions[candidate.mesh.tp, candidate.solution.name])
+        return with_placements(self.result.chosen.plan, self.solutions)
 
     @property
     def estimate(self) -> Estimate:
@@ -154,9 +157,10 @@ class Parallelized:
         solutions = {
             key: s
             for key, s in self.solutions.items()
-            if sequence_parallel is None or key[1] == _named(sequence_parallel)
+            if sequence_parallel is None or key.layout == _named(sequence_parallel)
         }
-        other = search_job(self.job, self.program, solutions, chosen, illegal)
+        models = models_of(self.job, self.program, solutions, chosen)
+        other = search_job(self.job, self.program, models, chosen, illegal)
         both = replace(self.result, best=(self.result.chosen, other.chosen))
         return f"{replace(self, result=both)}\n{why_slower(other.chosen, self.result.chosen)}"
 

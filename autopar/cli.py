@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,17 @@ import torch
 from .api import Parallelized, parallelize
 from .errors import PlanError
 from .given_plan import with_given
-from .plan import PRECISIONS, SCHEDULES, Plan
+from .mesh import AXES
+from .plan import CONTEXT_LAYOUTS, PRECISIONS, SCHEDULES, Plan
 from .search.explain import why_not
 from .search.search import Candidate
+from .solutions import with_placements
 from .trace.named import named_function, named_model
 from .verification.folder import verify_folder
 
-_PINS = ("pp", "dp", "tp", "zero", "micro_batch", "schedule", "recompute", "loss_chunks", "reduce_dtype")
+_PINS = (
+    "pp", "dp", "cp", "tp", "zero", "micro_batch", "schedule", "recompute", "loss_chunks", "reduce_dtype", "attention"
+)  # fmt: skip
 _OF_THE_PLAN = (
     "sequence", "global_batch", "precision", "optimizer", "lr", "sequence_parallel", "forbid", "compile", *_PINS
 )  # fmt: skip
@@ -117,7 +121,7 @@ def _machine_readable(result: Parallelized) -> dict[str, Any]:
 
     def shown(candidate: Candidate) -> dict[str, Any]:
         plan = candidate.plan
-        plan = replace(plan, solution=result.solutions[plan.mesh.tp, plan.solution.name])
+        plan = with_placements(plan, result.solutions)
         return {"plan": plan.to_dict(), "estimate": asdict(candidate.estimate)}
 
     others = [{**shown(other), "reason": why_not(other, found.chosen)} for other in found.best[1:]]
@@ -183,7 +187,8 @@ def _of_plan(args: argparse.Namespace, plan: Plan) -> Parallelized:
         batch_norm=args.batch_norm,
         compile=plan.compile,
         sequence_parallel=_LAYOUTS.get(plan.solution.name),
-        **{name: getattr(plan.mesh, name) for name in ("pp", "dp", "tp")},
+        attention=plan.context.name or None,
+        **{name: getattr(plan.mesh, name) for name in AXES},
         **{
             name: getattr(plan, name)
             for name in ("zero", "micro_batch", "schedule", "recompute", "loss_chunks", "reduce_dtype")
@@ -255,8 +260,10 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     batch_norm = "of all replicas' samples, in one micro-batch (default: refuse)"
     job("--batch-norm", choices=("refuse", "synchronise"), default="refuse", help=batch_norm)
     pins = parser.add_argument_group("choices to fix").add_argument
-    for name, what in (("pp", "pipeline stages"), ("dp", "replicas"), ("tp", "tensor-parallel ranks")):
+    axes = {"pp": "pipeline stages", "dp": "replicas", "cp": "parts of a sequence", "tp": "tensor-parallel ranks"}
+    for name, what in axes.items():
         pins(f"--{name}", type=int, metavar="N", help=what)
+    pins("--attention", choices=CONTEXT_LAYOUTS, help="how the ranks of cp attend to the whole sequence")
     pins("--zero", type=int, choices=(0, 1, 2, 3), help="what replicas share out: states, gradients, parameters")
     pins("--micro-batch", type=int, metavar="SAMPLES", help="samples of a micro-batch")
     pins("--schedule", choices=SCHEDULES, help="of the pipeline")

@@ -15,11 +15,15 @@ from .errors import PlanError
 from .ir.graph import B, Program, S
 from .ir.text import program_text
 from .ir.units import read_elsewhere
-from .passes import PASSES, PREPARE, Pass
-from .plan import Plan
+from .mesh import Mesh
+from .passes import CONTEXT, PASSES, PREPARE, Pass
+from .passes.insert_conversions import InsertConversions
+from .passes.shard_parameters import ShardParameters
+from .plan import Plan, Solution
 from .rules import Axis
 from .rules.data_axis import check_data_axis, data_types
 from .rules.verify import verify
+from .search.layouts import context_axis
 from .trace.export import trace
 from .trace.huggingface import traceable
 from .trace.layers import class_names, split_layers
@@ -48,17 +52,13 @@ def _layers(model: nn.Module, inputs: Mapping[str, Any], precision: str, batch_n
 
 
 def compile_program(program: Program, plan: Plan) -> Program:
-    """Run PASSES in order, type-checking after each. With AUTOPAR_DUMP=dir each result is written there."""
-    axis = Axis(
-        "tp",
-        plan.mesh.tp,
-        sequence=True,
-        values={B: plan.micro_batch, S: plan.sequence},
-    )
+    """Run CONTEXT and PASSES in order, type-checking after each. With AUTOPAR_DUMP=dir each result is written there."""
     if coupling := data_types(program).coupling:
         coupling.check(plan)
+    program = cut_sequence(program, plan)
+    axis = Axis("tp", plan.mesh.tp, sequence=True, values={B: plan.micro_batch, S: plan.sequence // plan.mesh.cp})
     done: set[str] = set()
-    for number, step in enumerate(PASSES, 1):
+    for number, step in enumerate(PASSES, 1 + len(CONTEXT) * (plan.mesh.cp > 1)):
         before, program = program, step.apply(program, plan)
         done.add(step.name)
         if _TYPED_FROM in done:
@@ -67,6 +67,24 @@ def compile_program(program: Program, plan: Plan) -> Program:
             check_data_axis(program)
         _dump(number, step, before, program)
     _check_units(program, plan)
+    return program
+
+
+def sequence_only(program: Program, cp: int, tp: int, sequence: int, context: str) -> Plan:
+    """A plan that does nothing but cut sequences over cp, by the layout `context`."""
+    stages = ((0, len(program.layer_calls)),)
+    return Plan(Mesh(cp=cp, tp=tp), 1, 1, sequence, stages, context=Solution(cp, {}, context))
+
+
+def cut_sequence(program: Program, plan: Plan) -> Program:
+    """The program of one rank of cp, on which the placements over tp are solved."""
+    values = {B: plan.micro_batch, S: plan.sequence}
+    axis = context_axis(plan.mesh.cp, values, plan.context.name, plan.mesh.tp)
+    for number, step in enumerate(CONTEXT if axis.size > 1 else (), 1):
+        before, program = program, step.apply(program, plan)
+        if isinstance(step, ShardParameters | InsertConversions):
+            verify(program, axis, converted=isinstance(step, InsertConversions))
+        _dump(number, step, before, program)
     return program
 
 

@@ -6,17 +6,17 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from .api import Parallelized
-from .compiler import compile_program
+from .compiler import compile_program, cut_sequence
 from .cost_models.compute import price_model
-from .cost_models.describe import describe
 from .cost_models.step_time import estimate_price
 from .errors import InfeasibleError, PlanError
-from .ir.graph import B, Program, S
-from .plan import Plan
+from .ir.graph import Program
+from .plan import CONTEXT_LAYOUTS, Plan
 from .plan_form import nearest
 from .search.layouts import LAYOUTS
 from .search.search import Candidate
 from .search.sizes import gib
+from .solutions import Key, Placements, models_of
 
 
 def with_given(result: Parallelized, plan: Plan) -> Parallelized:
@@ -27,6 +27,8 @@ def with_given(result: Parallelized, plan: Plan) -> Parallelized:
     _check_names(result.program, plan)
     if plan.mesh.tp == 1 or not plan.solution.strategies:
         plan = replace(plan, solution=result.plan.solution)
+    if plan.mesh.cp == 1 or not plan.context.strategies:
+        plan = replace(plan, context=result.plan.context)
     compile_program(result.program, plan)
     return _priced(result, plan)
 
@@ -39,6 +41,8 @@ def _check_names(program: Program, plan: Plan) -> None:
             raise PlanError(f"{what} {name!r} is not in {program.name}{nearest(name, has)}: plan again, or take it out")
 
     known("layout", {plan.solution.name} - {""}, [layout.name for layout in LAYOUTS])
+    known("context", {plan.context.name} - {""}, CONTEXT_LAYOUTS)
+    program = cut_sequence(program, plan)
     known("placements: block", plan.solution.strategies, list(program.blocks))
     for block, nodes in plan.solution.strategies.items():
         known(f"placements: {block}: node", nodes, [node.name for node in program.blocks[block].graph.nodes])
@@ -49,7 +53,9 @@ def _check_names(program: Program, plan: Plan) -> None:
 def _priced(result: Parallelized, plan: Plan) -> Parallelized:
     """The same with `plan`, its stages and placements, for the chosen one. InfeasibleError if it does not fit."""
     hardware, request = result.job.cluster.hardware, result.result.request
-    costs = describe(result.program, plan.solution, {B: 1, S: plan.sequence}, plan.compile)
+    local = cut_sequence(result.program, plan)
+    solutions = {Key.of(plan): Placements(plan.context, plan.solution, local)}
+    (costs,) = models_of(result.job, result.program, solutions, request.pins)
     (price,) = price_model(costs, [plan.micro_batch], plan.sequence, hardware, plan.precision)
     estimate = estimate_price(price, plan, hardware)
     if estimate.peak_bytes > request.budget_bytes:
@@ -59,4 +65,4 @@ def _priced(result: Parallelized, plan: Plan) -> Parallelized:
             f"{gib(request.budget_bytes)}: give --memory, or edit zero, recompute, micro_batch or stages"
         )
     found = replace(result.result, best=(Candidate(plan, costs, estimate),))
-    return replace(result, solutions={(plan.mesh.tp, plan.solution.name): plan.solution}, result=found)
+    return replace(result, solutions=solutions, result=found)

@@ -16,21 +16,22 @@ from .plan_form import check_form
 from .recompute import Again, from_plain, to_plain
 
 SCHEDULES = ("none", "gpipe", "1f1b")
+CONTEXT_LAYOUTS = ("ring", "ulysses", "all_gather")
 PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
 MASTERS = {"bf16": "fp32", "fp16": "fp32", "fp32": "fp32", "fp64": "fp64"}  # precision → of weights and states
 
 
 @dataclass(frozen=True)
 class Solution:
-    """One answer of the intra-op search on the tp axis.
+    """One answer of the intra-op search on one axis, tp or cp, of `ranks` ranks.
 
     `strategies[block][node]` is the strategy of each node of each block (prologue, layer classes,
     epilogue). A parameter or an input is a node without inputs: its output is its stored placement.
     """
 
-    tp: int
+    ranks: int
     strategies: Mapping[str, Mapping[str, Strategy]]
-    name: str = ""  # recognised layout, such as "megatron" or "megatron-sp"
+    name: str = ""  # recognised layout, such as "megatron" or "ring"
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Plan:
     `stages` holds the layer range [start, stop) of each pipeline stage; `recompute` what backward computes
     again, by ranges of layers in ascending order. Batch sizes count samples, `sequence` tokens. `reduce_dtype`:
     in which replicas sum gradients, if not in that of the master weights.
+    `solution` holds the placements on tp, of the program that `context`, those on cp, leaves to each of its ranks.
     """
 
     mesh: Mesh
@@ -69,6 +71,7 @@ class Plan:
     compile: bool = False  # the layers run under torch.compile
     solution: Solution = Solution(1, {})
     reduce_dtype: str | None = None
+    context: Solution = Solution(1, {})
 
     @property
     def accumulation(self) -> int:
@@ -80,8 +83,11 @@ class Plan:
         sizes |= {name: getattr(self, name) for name in ("global_batch", "micro_batch", "sequence", "loss_chunks")}
         if wrong := [f"{name}={size!r}" for name, size in sizes.items() if not isinstance(size, int) or size < 1]:
             raise PlanError(f"{', '.join(wrong)}: use whole numbers of 1 or more")
-        if self.mesh.cp != 1:
-            raise PlanError(f"cp={self.mesh.cp}: context parallelism is not there yet; use cp=1")
+        if self.sequence % self.mesh.cp:
+            raise PlanError(
+                f"sequence={self.sequence} is not divisible by cp={self.mesh.cp}: "
+                f"use {nearest_lengths(self.sequence, self.mesh.cp)}, or another cp"
+            )
         samples = self.micro_batch * self.mesh.dp
         if self.global_batch % samples:
             raise PlanError(
@@ -123,19 +129,18 @@ class Plan:
                 "groups": [{"names": list(names), **_plain(own)} for names, own in self.optimizer.groups],
             },
             "layout": self.solution.name,
-            "placements": {
-                block: {node: str(strategy) for node, strategy in nodes.items()}
-                for block, nodes in self.solution.strategies.items()
-            },
+            "placements": _placements(self.solution),
+            **self._context_dict(),
         }
+
+    def _context_dict(self) -> dict[str, Any]:
+        if self.mesh.cp == 1:
+            return {}
+        return {"context": self.context.name, "context_placements": _placements(self.context)}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Plan:
         mesh = Mesh(**data["mesh"])
-        strategies = {
-            block: {node: Strategy.parse(text) for node, text in nodes.items()}
-            for block, nodes in data["placements"].items()
-        }
         return Plan(
             mesh=mesh,
             global_batch=data["global_batch"],
@@ -150,7 +155,8 @@ class Plan:
             optimizer=_read_optimizer(data["optimizer"]),
             loss_chunks=data.get("loss_chunks", 1),
             compile=data.get("compile", False),
-            solution=Solution(mesh.tp, strategies, data.get("layout", "")),
+            solution=_read_solution(mesh.tp, data["placements"], data.get("layout", "")),
+            context=_read_solution(mesh.cp, data.get("context_placements", {}), data.get("context", "")),
         )
 
     def save(self, path: Path) -> None:
@@ -174,6 +180,25 @@ def check_precision(precision: str, reduce_dtype: str | None) -> None:
     legal = dict.fromkeys((MASTERS[precision], precision))
     if reduce_dtype is not None and reduce_dtype not in legal:
         raise PlanError(f"reduce_dtype={reduce_dtype!r} with precision={precision!r}: use {' or '.join(legal)}")
+
+
+def nearest_lengths(sequence: int, multiple: int) -> str:
+    """The legal sequence lengths around one that is not: "1,024 or 1,536"."""
+    low, high = sequence // multiple * multiple, -(-sequence // multiple) * multiple
+    return " or ".join(f"{length:,}" for length in (low, high) if length)
+
+
+def _placements(solution: Solution) -> dict[str, dict[str, str]]:
+    return {
+        block: {node: str(strategy) for node, strategy in nodes.items()} for block, nodes in solution.strategies.items()
+    }
+
+
+def _read_solution(ranks: int, placements: Mapping[str, Mapping[str, str]], name: str) -> Solution:
+    strategies = {
+        block: {node: Strategy.parse(text) for node, text in nodes.items()} for block, nodes in placements.items()
+    }
+    return Solution(ranks, strategies, name)
 
 
 def _plain(kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def _text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-_OPTIONAL = {"layout", "loss_chunks", "compile", "reduce_dtype"}
+_OPTIONAL = {"layout", "loss_chunks", "compile", "reduce_dtype", "context", "context_placements"}
 FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "mesh": (_mesh, "a whole number for each of pp, dp, cp and tp, as {pp: 1, dp: 2, cp: 1, tp: 4}"),
     "global_batch": (_whole, "a whole number of samples"),
@@ -90,6 +90,8 @@ FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "optimizer": (_optimizer, "a name, kwargs and perhaps groups, as {name: AdamW, kwargs: {lr: 0.001}, groups: []}"),
     "layout": (_text, "the name of a layout of tensor parallelism"),
     "placements": (_placements, "a strategy for each node of each block, as {Block: {ln_1: 'R, R, R -> R'}}, or {}"),
+    "context": (_text, "ring, ulysses or all_gather: the layout of context parallelism"),
+    "context_placements": (_placements, "a strategy on cp for each node of each block, as in placements"),
 }
 
 

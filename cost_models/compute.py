@@ -1,110 +1,21 @@
-"""Time of computing: a roofline per op, summed over a block, at least what the host needs to launch it.
-
-T_op = (T_math^q + T_memory^q)^(1/q)        q = 4, a smooth maximum (COST_MODEL 2.1; no tiles yet)
-T_block = max(Σ T_op, launches · t_launch)  the host runs ahead: a floor of blocks, not ops
-"""
+"""Time of computing on a stage: the model's blocks with numbers, and what of them a stage has."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 
-import sympy
-
-from autopar.cost_models.collectives import Group, axis_group, collective_time_s
+from autopar.cost_models.block import AgainPrice, BlockPrice, PhaseTime, block_evaluator, price_block, price_values
+from autopar.cost_models.collectives import Group, axis_group
 from autopar.cost_models.hardware import Hardware
-from autopar.cost_models.layer_costs import CHUNKS, B, LayerCosts, ModelCosts, S
+from autopar.cost_models.layer_costs import B, ModelCosts, S
 from autopar.errors import PlanError
 from autopar.mesh import Mesh
-from autopar.recompute import LAYER, Again, by_layer, choice, group_of
+from autopar.recompute import Again, by_layer, choice
 
-_SMOOTHNESS = 4
 _LARGEST_GROUP = 8
-KINDS = ("matmul", "attention", "memory")
-# Kernels an op launches in backward: both gradients of a matmul, one otherwise.
-_BACKWARD_LAUNCHES = {"matmul": 2, "attention": 1, "memory": 1}
-
-
-@dataclass(frozen=True)
-class PhaseTime:
-    """Seconds of one pass over a block, by cause; they add up to `total_s`."""
-
-    matmul_s: float = 0.0
-    attention_s: float = 0.0
-    memory_s: float = 0.0
-    launch_s: float = 0.0  # what the host floor adds to the three above
-    tp_s: float = 0.0
-
-    @property
-    def total_s(self) -> float:
-        return self.matmul_s + self.attention_s + self.memory_s + self.launch_s + self.tp_s
-
-    def __add__(self, other: PhaseTime) -> PhaseTime:
-        return PhaseTime(
-            self.matmul_s + other.matmul_s,
-            self.attention_s + other.attention_s,
-            self.memory_s + other.memory_s,
-            self.launch_s + other.launch_s,
-            self.tp_s + other.tp_s,
-        )
-
-    def __mul__(self, factor: float) -> PhaseTime:
-        return PhaseTime(
-            factor * self.matmul_s,
-            factor * self.attention_s,
-            factor * self.memory_s,
-            factor * self.launch_s,
-            factor * self.tp_s,
-        )
-
-
-@dataclass(frozen=True)
-class AgainPrice:
-    """A choice of what backward computes again, per layer: bytes kept instead, seconds of what runs again.
-
-    live_bytes: what backward holds again at once, of all the layers of a group.
-    """
-
-    saved_bytes: float
-    time: PhaseTime
-    live_bytes: float
-    group: int = 1
-
-
-@dataclass(frozen=True)
-class BlockPrice:
-    """A block with numbers: seconds and bytes of one micro-batch on one rank, recompute excluded."""
-
-    name: str
-    forward: PhaseTime
-    backward: PhaseTime
-    sync_s: float  # tp reductions of gradients, once a gradient synchronisation
-    parameters: int
-    tied_parameters: int
-    saved_bytes: float
-    working_bytes: float
-    output_bytes: float
-    buffer_bytes: int = 0
-    data: tuple[tuple[str, float], ...] = ()  # (collective, bytes) over dp within forward and backward
-    logits_bytes: float = 0.0  # of saved_bytes
-    logits_peak_bytes: float = 0.0  # the most at once of one micro-batch, saved_bytes included
-    again: Mapping[str, AgainPrice] = field(default_factory=dict)
-
-    @property
-    def work_s(self) -> float:
-        return self.forward.total_s + self.backward.total_s
-
-    def recomputed(self, what: str) -> AgainPrice:
-        """The price of a choice; in a group all layers but the last run to their end."""
-        if (size := group_of(what)) == 1:
-            if what not in self.again:
-                raise PlanError(f"recompute: {self.name} has no {what}: it has {', '.join(map(repr, self.again))}")
-            return self.again[what]
-        one = self.again[LAYER]
-        time = (self.forward * (size - 1) + one.time) * (1 / size)
-        return AgainPrice(one.saved_bytes / size, time, size * one.live_bytes, size)
 
 
 @dataclass(frozen=True)
@@ -214,30 +125,37 @@ def price_model(
     model: ModelCosts, micro_batches: Sequence[int], sequence: int, hardware: Hardware, precision: str
 ) -> list[ModelPrice]:
     """The model at each micro-batch size."""
-    tp = axis_group(Mesh(tp=model.tp), "tp", hardware.gpus_per_node)
+    mesh = Mesh(cp=model.cp, tp=model.tp)
+    groups = {axis: axis_group(mesh, axis, hardware.gpus_per_node) for axis in ("cp", "tp")}
+    tokens = sequence // model.cp
     names = list(model.classes)
     blocks = [model.prologue, *model.classes.values(), model.epilogue]
-    prices = [price_block(block, micro_batches, sequence, hardware, precision, tp) for block in blocks]
+    prices = [price_block(block, micro_batches, tokens, hardware, precision, groups) for block in blocks]
     layers = tuple(names.index(name) for name in model.layers)
     made = []
     for b, at in zip(micro_batches, zip(*prices, strict=True), strict=True):
-        flops = float(model.unsharded_flops.subs({B: b, S: sequence}))
-        chunked = _in_chunks(model, at[-1], b, sequence, hardware, precision, tp)
+        flops = float(model.unsharded_flops.subs({B: b, S: tokens}))
+        chunked = _in_chunks(model, at[-1], (b, tokens), hardware, precision, groups)
         made.append(ModelPrice(model, b, at[0], tuple(at[1:-1]), layers, at[-1], flops, epilogue_in=chunked))
     return made
 
 
 def _in_chunks(
-    model: ModelCosts, whole: BlockPrice, b: int, sequence: int, hardware: Hardware, precision: str, tp: Group
+    model: ModelCosts,
+    whole: BlockPrice,
+    sizes: tuple[int, int],
+    hardware: Hardware,
+    precision: str,
+    groups: Mapping[str, Group],
 ) -> Callable[[int], BlockPrice] | None:
-    """The price of the epilogue by the number of slices of the vocabulary."""
+    """The price of the epilogue by the number of slices of the vocabulary; `sizes`: samples, tokens of a rank."""
     if (layer := model.chunked) is None:
         return None
 
     def at(chunks: int) -> BlockPrice:
         if chunks == 1:
             return whole
-        return _price(layer, _evaluator(layer)(b, sequence, chunks), hardware, precision, tp)
+        return price_values(layer, block_evaluator(layer)(*sizes, chunks), hardware, precision, groups)
 
     return at
 
@@ -278,111 +196,3 @@ def stage_time(price: ModelPrice, shape: StageShape) -> StageTime:
         for what, n in chosen:
             again[what] = again.get(what, PhaseTime()) + block.recomputed(what).time * n
     return StageTime(forward, backward, again)
-
-
-def op_time_s(kind: str, flops: float, size_bytes: float, hardware: Hardware, precision: str) -> float:
-    """Seconds of one op on an idle device; `kind` picks the achieved share of peak."""
-    efficiency = hardware.attention_efficiency if kind == "attention" else hardware.matmul_efficiency
-    math_s = flops / (hardware.peak(precision) * efficiency) if kind != "memory" else 0.0
-    memory_s = size_bytes / (hardware.memory_bytes_per_s * hardware.memory_efficiency)
-    largest = max(math_s, memory_s)
-    if largest == 0.0:
-        return 0.0
-    return float(largest * (1 + (min(math_s, memory_s) / largest) ** _SMOOTHNESS) ** (1 / _SMOOTHNESS))
-
-
-def price_block(
-    layer: LayerCosts,
-    micro_batches: Sequence[int],
-    sequence: int,
-    hardware: Hardware,
-    precision: str,
-    tp: Group,
-) -> list[BlockPrice]:
-    """The block at each micro-batch size (samples); `sequence` in tokens, `tp` its collectives' group."""
-    evaluate = _evaluator(layer)
-    return [_price(layer, evaluate(b, sequence, 1), hardware, precision, tp) for b in micro_batches]
-
-
-@lru_cache(maxsize=256)
-def _evaluator(layer: LayerCosts) -> Callable[[int, int, int], list[float]]:
-    """All expressions of a block as one compiled function of (b, s, chunks); equal ones are computed once."""
-    expressions: list[sympy.Expr] = []
-    for op in layer.ops:
-        expressions += [op.forward_flops, op.forward_bytes, op.backward_flops, op.backward_bytes]
-        expressions += op.launches or (1, _BACKWARD_LAUNCHES[op.kind])
-    expressions += [transfer.size_bytes for transfer in (*layer.transfers, *layer.data_transfers)]
-    expressions += [size for again in layer.again for size in (again.saved_bytes, again.live_bytes)]
-    expressions += [layer.saved_bytes, layer.working_bytes, layer.output_bytes]
-    expressions += [layer.logits_bytes, layer.logits_peak_bytes]
-    expressions = [sympy.sympify(expression) for expression in expressions]
-    unique = list(dict.fromkeys(expressions))
-    place = {expression: index for index, expression in enumerate(unique)}
-    order = [place[expression] for expression in expressions]
-    function = sympy.lambdify((B, S, CHUNKS), unique, modules="math")
-
-    def evaluate(b: int, s: int, chunks: int) -> list[float]:
-        values = function(b, s, chunks)
-        return [float(values[index]) for index in order]
-
-    return evaluate
-
-
-def _price(layer: LayerCosts, values: list[float], hardware: Hardware, precision: str, tp: Group) -> BlockPrice:
-    backward = dict.fromkeys(KINDS, 0.0)
-    backward_launches = 0.0
-    ops: list[tuple[float, float]] = []
-    for index, op in enumerate(layer.ops):
-        f_flops, f_bytes, b_flops, b_bytes, f_launches, b_launches = values[6 * index : 6 * index + 6]
-        ops.append((op_time_s(op.kind, f_flops, f_bytes, hardware, precision), f_launches))
-        backward[op.kind] += op_time_s(op.kind, b_flops, b_bytes, hardware, precision)
-        backward_launches += b_launches if b_flops or b_bytes else 0
-    at = 6 * len(layer.ops)
-    comm = dict.fromkeys(("forward", "backward", "sync"), 0.0)
-    comm_s: list[float] = []
-    for transfer, size_bytes in zip(layer.transfers, values[at:], strict=False):
-        comm_s.append(collective_time_s(transfer.collective, size_bytes, tp, hardware))
-        comm[transfer.phase] += comm_s[-1]
-    over_dp = zip(layer.data_transfers, values[at + len(layer.transfers) :], strict=False)
-    saved, working, output, logits, logits_peak = values[-5:]
-    kept = values[-5 - 2 * len(layer.again) : -5]
-    again = {
-        part.what: AgainPrice(
-            kept[2 * i],
-            _forward(layer, ops, part.ops, sum(comm_s[t] for t in part.transfers), hardware),
-            kept[2 * i + 1],
-        )
-        for i, part in enumerate(layer.again)
-    }
-    return BlockPrice(
-        name=layer.name,
-        forward=_forward(layer, ops, range(len(ops)), comm["forward"], hardware),
-        backward=_phase(backward, backward_launches, comm["backward"], hardware),
-        sync_s=comm["sync"],
-        parameters=layer.parameters,
-        tied_parameters=layer.tied_parameters,
-        saved_bytes=saved,
-        working_bytes=working,
-        output_bytes=output,
-        buffer_bytes=layer.buffer_bytes,
-        data=tuple((transfer.collective, size_bytes) for transfer, size_bytes in over_dp),
-        logits_bytes=logits,
-        logits_peak_bytes=logits_peak,
-        again=again,
-    )
-
-
-def _forward(
-    layer: LayerCosts, ops: Sequence[tuple[float, float]], places: Sequence[int], tp_s: float, hardware: Hardware
-) -> PhaseTime:
-    """Seconds of some of the block's ops, by kind; ops: (seconds, launches) of each."""
-    seconds = dict.fromkeys(KINDS, 0.0)
-    for place in places:
-        seconds[layer.ops[place].kind] += ops[place][0]
-    return _phase(seconds, sum(ops[place][1] for place in places), tp_s, hardware)
-
-
-def _phase(seconds: dict[str, float], launches: float, tp_s: float, hardware: Hardware) -> PhaseTime:
-    device_s = sum(seconds.values())
-    floor_s = max(0.0, launches * hardware.launch_s - device_s)
-    return PhaseTime(seconds["matmul"], seconds["attention"], seconds["memory"], floor_s, tp_s)

@@ -18,6 +18,7 @@ from autopar.cost_models.again import Move, again_costs, largest
 from autopar.cost_models.fusion import fused
 from autopar.cost_models.layer_costs import CHUNKS, LayerCosts, ModelCosts, OpCost, Transfer
 from autopar.cost_models.logits import head_costs, logits_cost
+from autopar.cost_models.transfers import context_transfers, conversion_transfers, op_transfers, parameter_transfers
 from autopar.ir.chains import chains
 from autopar.ir.custom import LINEAR_CROSS_ENTROPY
 from autopar.ir.graph import (
@@ -37,9 +38,11 @@ from autopar.ir.graph import (
     update_info,
 )
 from autopar.ir.heads import find_heads, why_no_head, with_chunks
-from autopar.placement import GRAD_PARTIAL, Placement, Strategy, conversion
+from autopar.ir.ops import ring_attention
+from autopar.placement import Placement, Strategy
 from autopar.plan import Solution
 from autopar.rules import Axis, Rule, rule_of
+from autopar.rules.arguments import option
 from autopar.rules.data_axis import DataTypes, data_types, is_batch_statistic
 from autopar.rules.saved import Saved, local_bytes, numel, tensor_bytes
 
@@ -80,36 +83,6 @@ def op_costs(node: fx.Node, strategy: Strategy, rule: Rule, tp: int) -> tuple[Op
     return head_costs(node, strategy, cost, tp) if node.target is LINEAR_CROSS_ENTROPY else (cost,)
 
 
-def conversion_transfers(facts: NodeInfo, source: Placement, target: Placement) -> list[Transfer]:
-    """The collectives of converting a value on tp, forward and (where a gradient flows) backward."""
-    found = conversion(source, target)
-    if found is None:
-        return []
-    size = tensor_bytes(facts)
-    transfers = [Transfer(found.forward, size, "forward")] if found.forward else []
-    if found.backward and facts.requires_grad:
-        transfers.append(Transfer(found.backward, size, "backward"))
-    return transfers
-
-
-def op_transfers(node: fx.Node, strategy: Strategy) -> list[Transfer]:
-    """Collectives inside an op: vocabulary-parallel cross-entropy agrees on maximum, sum and target logit."""
-    if node.target not in (aten.cross_entropy_loss.default, LINEAR_CROSS_ENTROPY):
-        return []
-    logits = int(node.target is LINEAR_CROSS_ENTROPY)  # the operand that has the vocabulary
-    if strategy.inputs[logits].is_shard and strategy.output.whole:
-        rows = info(node_inputs(node)[0]).shape[0]
-        return [Transfer("all_reduce", rows * 4, "forward")] * 3
-    return []
-
-
-def parameter_transfers(facts: NodeInfo, stored: Placement) -> list[Transfer]:
-    """A replicated parameter used in sharded work has its gradient summed once a gradient sync."""
-    if stored == GRAD_PARTIAL and facts.requires_grad:
-        return [Transfer("all_reduce", tensor_bytes(facts), "sync")]
-    return []
-
-
 def describe(
     program: Program, solution: Solution, values: Mapping[sympy.Symbol, int], compiled: bool = False
 ) -> ModelCosts:
@@ -117,7 +90,7 @@ def describe(
 
     compiled: the layers run under torch.compile.
     """
-    axis = Axis("tp", solution.tp, values=dict(values))
+    axis = Axis("tp", solution.ranks, values=dict(values))
     costs = {
         name: _layer_costs(program, block, solution.strategies[name], axis, compiled and _is_layer(program, name))
         for name, block in program.blocks.items()
@@ -133,15 +106,15 @@ def describe(
     done = sum(n * op.forward_flops for c, n in every for op in c.ops if op.sharded)
     # On one rank the sharded part is 1/tp of the model's.
     whole = float((work - done).subs(dict(values)))
-    divided = float(done.subs(dict(values))) * solution.tp if done else 0.0
+    divided = float(done.subs(dict(values))) * solution.ranks if done else 0.0
     return ModelCosts(
-        tp=solution.tp,
+        tp=solution.ranks,
         solution=solution.name,
         prologue=costs.get(PROLOGUE, empty),
         classes={name: costs[name] for name in dict.fromkeys(layers)},
         layers=layers,
         epilogue=costs.get(EPILOGUE, empty),
-        unsharded_flops=work - done + done * solution.tp,
+        unsharded_flops=work - done + done * solution.ranks,
         sharded_fraction=divided / (whole + divided) if whole + divided else 0.0,
         tables_bytes=costs[TABLES].buffer_bytes if TABLES in costs else 0,
         chunked=None if isinstance(chunked, str) else replace(chunked, data_transfers=costs[EPILOGUE].data_transfers),
@@ -227,7 +200,8 @@ def block_transfers(saved: Saved) -> list[Move]:
         for transfer in conversion_transfers(info(value), saved.of[value.name].output, target):
             found.append(Move(transfer, value, first[value, target]))
     for node in saved.block.ops:
-        found += [Move(transfer, node, node) for transfer in op_transfers(node, saved.of[node.name])]
+        within = op_transfers(node, saved.of[node.name]) + context_transfers(node, saved.of[node.name], saved.tp)
+        found += [Move(transfer, node, node) for transfer in within]
     for node in saved.block.placeholders(Role.PARAMETER):
         sums = parameter_transfers(info(node), saved.of[node.name].output)
         found += [Move(transfer, node, None) for transfer in sums]
@@ -273,7 +247,9 @@ def _flops(operands: list[NodeInfo], result: NodeInfo, rule: Rule, node: fx.Node
         return 2 * numel(tuple(sizes.values()))
     # Two products, over e and over f; half of the pairs when causal.
     pairs = sizes["b"] * operands[0].shape[1] * sizes["s"] * sizes["t"]
-    causal = len(node.args) > 5 and bool(node.args[5]) or bool(node.kwargs.get("is_causal"))
+    if node.target is ring_attention:
+        pairs *= int(option(node, "ranks"))
+    causal = bool(option(node, "is_causal"))
     return 2 * pairs * (sizes["e"] + sizes["f"]) / (2 if causal else 1)
 
 

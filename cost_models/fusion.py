@@ -15,6 +15,7 @@ from torch import fx
 
 from autopar.cost_models.layer_costs import OpCost
 from autopar.ir.graph import Block, info, node_inputs
+from autopar.ir.ops import convert
 from autopar.placement import Strategy
 
 _ZERO = sympy.Integer(0)
@@ -48,7 +49,7 @@ def _groups(
     levels: dict[fx.Node, int] = {}
     groups: dict[fx.Node, _Group] = {}
     for node in block.ops:
-        fuses = all(cost.kind == "memory" for cost in costs[node])
+        fuses = node.target is not convert and all(cost.kind == "memory" for cost in costs[node])
         level, joined = 0, _Group()
         for operand, wanted in zip(node_inputs(node), of[node.name].inputs, strict=True):
             converted = of[operand.name].output != wanted

@@ -32,16 +32,18 @@ class OpCost:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One collective over tp. `size_bytes` is the whole (gathered) tensor, as nccl-tests counts it.
+    """`times` equal collectives over tp or cp. `size_bytes` is the whole (gathered) tensor, as nccl-tests counts it.
 
-    `phase` is "forward" (repeated by recompute), "backward", or "sync" (once a gradient
-    synchronisation: parameters whose gradient is Partial).
+    behind: the op that computes meanwhile, in as many parts and one more. `phase` is "forward" (repeated by
+    recompute), "backward", or "sync" (once a gradient synchronisation: parameters whose gradient is Partial).
     """
 
-    collective: str  # "all_reduce", "all_gather", "reduce_scatter", "all_to_all"
+    collective: str  # "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"
     size_bytes: sympy.Expr
     phase: str
     axis: str = "tp"
+    times: int = 1
+    behind: str = ""
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ class ModelCosts:
     `layers[i]` is the class name of layer i; `classes` maps names to costs. `chains[i]` numbers the chain of layers
     that it belongs to, any neighbours of which can be recomputed as one (empty: none can).
     `unsharded_flops`: forward FLOPs of one micro-batch of the original model (for MFU: ×3 with backward).
+    `cp`, `context`: the ranks and the name of the solution on cp; then `s` is the tokens of one of these ranks.
     `sharded_fraction`: share of FLOPs that tp divides, 0 to 1, at the given b, s.
     `tables_bytes`: buffers that every stage has, to make what its layers read.
     `chunked`: the epilogue with head and loss in `CHUNKS` slices of the vocabulary; None where they cannot be, and
@@ -118,6 +121,8 @@ class ModelCosts:
     chunked: LayerCosts | None = None
     not_chunked: str = "the model has no cross-entropy"
     chains: tuple[int, ...] = ()
+    cp: int = 1
+    context: str = ""
 
 
 __all__ = ["CHUNKS", "AgainCosts", "B", "LayerCosts", "ModelCosts", "OpCost", "S", "Transfer"]

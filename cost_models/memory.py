@@ -19,7 +19,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from autopar.cost_models.compute import AgainPrice, BlockPrice, ModelPrice, StageShape, stage_blocks
+from autopar.cost_models.block import AgainPrice, BlockPrice
+from autopar.cost_models.compute import ModelPrice, StageShape, stage_blocks
 from autopar.cost_models.hardware import Hardware
 from autopar.errors import PlanError
 from autopar.plan import MASTERS, Optimizer

@@ -216,6 +216,7 @@ def _time_terms(time: StageTime, data: DataTime, micro_batches: int) -> tuple[Ti
         TimeTerm("attention", both.attention_s),
         TimeTerm("memory-bound ops", both.memory_s),
         TimeTerm("tp communication", both.tp_s),
+        TimeTerm("cp communication", both.cp_s),
         TimeTerm("launch floor", both.launch_s),
         *(term for what, phase in time.again.items() for term in _again_terms(what, phase)),
         TimeTerm("dp communication", exposed_s, each.hidden_s + once.hidden_s / micro_batches),

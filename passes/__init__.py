@@ -1,8 +1,9 @@
-"""The two ordered lists of passes: PREPARE before the search, PASSES after it."""
+"""The ordered lists of passes: PREPARE before the search, CONTEXT to cut sequences over cp, PASSES after it."""
 
 from .base import Pass
 from .chunk_loss import ChunkLoss
 from .clean import Clean
+from .cut_sequence import CutSequence
 from .decompose import Decompose
 from .eliminate_dead_code import EliminateDeadCode
 from .fit_literals import FitLiterals
@@ -14,6 +15,7 @@ from .lower_conversions import LowerConversions
 from .normalize_loss import NormalizeLoss
 from .raise_islands import RaiseIslands
 from .read_positions import ReadPositions
+from .repeat_heads import RepeatHeads
 from .shard_parameters import ShardParameters
 from .split_parameters import SplitParameters
 from .split_projections import SplitProjections
@@ -30,6 +32,13 @@ PREPARE: tuple[Pass, ...] = (
     RaiseIslands(),
 )
 
+CONTEXT: tuple[Pass, ...] = (
+    RepeatHeads(),  # first: the placements are solved with it
+    ShardParameters("cp"),
+    InsertConversions("cp"),
+    CutSequence(),  # last: of sizes it knows the placements alone
+)
+
 PASSES: tuple[Pass, ...] = (
     SplitStages(),
     ShardParameters(),
@@ -42,4 +51,4 @@ PASSES: tuple[Pass, ...] = (
     EliminateDeadCode(),
 )
 
-__all__ = ["PASSES", "PREPARE", "Pass"]
+__all__ = ["CONTEXT", "PASSES", "PREPARE", "Pass"]

@@ -14,7 +14,7 @@ from torch import fx
 from autopar.ir.graph import Block, Program, Role, arguments, info, node_inputs, set_info
 from autopar.ir.ops import convert
 from autopar.ir.share import Share
-from autopar.placement import REPLICATE, Placement, Shard, Strategy
+from autopar.placement import PARTIAL, REPLICATE, Placement, Shard, Strategy
 from autopar.plan import Plan
 
 aten = torch.ops.aten
@@ -59,15 +59,15 @@ class InsertConversions:
                 assert strategy is not None
                 map_operands(node, strategy.inputs, partial(self._as, made=made))
                 if node.target in _SIZED:
-                    _localise(node, plan.mesh.tp)
+                    _localise(node, plan.mesh.size(self.axis))
                 if node.target in _GROUPED and strategy.output == strategy.inputs[0] == Shard(1):
-                    _share_groups(node, _GROUPED[node.target], plan.mesh.tp)
+                    _share_groups(node, _GROUPED[node.target], plan.mesh.size(self.axis))
             self._convert_results(program, block, made)
         return program
 
     def _convert_results(self, program: Program, block: Block, made: dict[tuple[fx.Node, Placement], fx.Node]) -> None:
         results = tuple(
-            self._as(node, _expected(program, block, place), block.output, made)
+            self._as(node, _expected(program, block, place, self.axis), block.output, made)
             for place, node in enumerate(block.results)
         )
         block.output.args = (results,)
@@ -116,10 +116,12 @@ def _map_nodes(argument: Any, read: Callable[[fx.Node], fx.Node]) -> Any:
     return argument
 
 
-def _expected(program: Program, block: Block, place: int) -> Placement:
-    """The placement in which readers of a block's result take it; the loss is whole."""
-    if not program.count(block.name) or not program.call_of(block.name).outputs:
+def _expected(program: Program, block: Block, place: int, axis: str) -> Placement:
+    """The placement in which readers of a block's result take it; the loss is whole, but a summand on cp."""
+    if not program.count(block.name):
         return REPLICATE
+    if not program.call_of(block.name).outputs:
+        return PARTIAL if axis == "cp" else REPLICATE
     value = program.call_of(block.name).outputs[place]
     for call in program.calls:
         if value in call.inputs:
@@ -129,7 +131,7 @@ def _expected(program: Program, block: Block, place: int) -> Placement:
     return info(block.results[place]).placement
 
 
-def _localise(node: fx.Node, tp: int) -> None:
+def _localise(node: fx.Node, ranks: int) -> None:
     """The size argument of an op whose result is sharded: that dim divided, or −1 where shards differ in size."""
     facts, position = info(node), _SIZED[node.target]
     if not facts.placement.is_shard or not node_inputs(node) and position:
@@ -137,16 +139,16 @@ def _localise(node: fx.Node, tp: int) -> None:
     shape: list[Any] = list(facts.shape)
     dim = facts.placement.dim
     size = shape[dim]
-    even = size.free_symbols or int(size) % tp == 0
-    shape[dim] = size / tp if even else sympy.Integer(-1)
+    even = size.free_symbols or int(size) % ranks == 0
+    shape[dim] = size / ranks if even else sympy.Integer(-1)
     node.update_arg(position, shape)
 
 
-def _share_groups(node: fx.Node, name: str, tp: int) -> None:
+def _share_groups(node: fx.Node, name: str, ranks: int) -> None:
     """Each rank runs its share of the groups."""
     target: Any = node.target
     position = [a.name for a in target._schema.arguments].index(name)
     if position < len(node.args) and arguments(node)[position] > 1:
-        node.update_arg(position, Share.of(arguments(node)[position], tp))
+        node.update_arg(position, Share.of(arguments(node)[position], ranks))
     elif name in node.kwargs:
-        node.update_kwarg(name, Share.of(int(node.kwargs[name]), tp))  # type: ignore[arg-type]
+        node.update_kwarg(name, Share.of(int(node.kwargs[name]), ranks))  # type: ignore[arg-type]

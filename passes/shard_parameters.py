@@ -1,4 +1,4 @@
-"""Type every node and parameter as the plan's solution says."""
+"""Type every node and parameter as the plan's solutions say."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autopar.plan import Plan
 
 @dataclass(frozen=True)
 class ShardParameters:
-    """Write the plan's strategies into the nodes; a parameter's output is its stored placement.
+    """Write the plan's strategies on an axis into the nodes; a parameter's output is its stored placement.
 
     Requires: a program whose node names are the plan's. Ensures: every node has a strategy.
 
@@ -21,13 +21,15 @@ class ShardParameters:
     """
 
     name: ClassVar[str] = "shard_parameters"
+    axis: str = "tp"
 
     def apply(self, program: Program, plan: Plan | None) -> Program:
         assert plan is not None
         program = program.copy_blocks()
+        solution = plan.context if self.axis == "cp" else plan.solution
         for block in program.blocks.values():
-            chosen = plan.solution.strategies.get(block.name, {})
-            replicated = plan.mesh.tp == 1 or not program.count(block.name)
+            chosen = solution.strategies.get(block.name, {})
+            replicated = plan.mesh.size(self.axis) == 1 or not program.count(block.name)
             for node in block.nodes:
                 strategy = chosen.get(node.name)
                 if replicated:

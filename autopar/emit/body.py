@@ -108,10 +108,12 @@ class Body:
         source = source or next((n for n in sources if symbol in _dims_of(info(n))), None)
         assert source is not None, f"nothing tells the size {symbol}"
         facts, name = info(source), self.names[source]
-        dim = _dims_of(facts)[symbol]
+        dim, times = _dims_of(facts)[symbol]
         if facts.placement.is_shard and facts.placement.dim == dim:
-            return f"{name}.shape[{dim}] * {self.tp}", f"{name} has 1/{self.tp} of {symbol}"
-        return f"{name}.shape[{dim}]", ""
+            times /= self.tp
+        if times < 1:
+            return f"{name}.shape[{dim}] * {1 / times}", f"{name} has {times} of {symbol}"
+        return f"{name}.shape[{dim}]{f' // {times}' if times > 1 else ''}", ""
 
     # statements
 
@@ -231,5 +233,12 @@ def _symbols(argument: Any) -> set[Any]:
     return set(getattr(argument, "free_symbols", ()))
 
 
-def _dims_of(facts: NodeInfo) -> dict[Any, int]:
-    return {size: i for i, size in enumerate(facts.shape) if size in (B, S)}
+def _dims_of(facts: NodeInfo) -> dict[Any, tuple[int, Any]]:
+    """Of `b` and `s`, each that a size is a multiple of: (the dim, how many times); the plainest first."""
+    found = [
+        (size.as_coeff_Mul()[0], symbol, i)
+        for i, size in enumerate(facts.shape)
+        for symbol in (B, S)
+        if (size / symbol).is_Rational
+    ]
+    return {symbol: (i, times) for times, symbol, i in sorted(found, key=lambda item: -item[0])}

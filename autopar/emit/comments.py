@@ -7,7 +7,7 @@ from torch import fx
 
 from ..ir.graph import Role, info, node_inputs, op_name
 from ..ir.ops import is_collective
-from ..placement import Kind, Placement
+from ..placement import CONVERSIONS, Kind, Placement
 from .idioms import part
 
 aten = torch.ops.aten
@@ -24,6 +24,8 @@ _BACKWARD = {
 def comment_of(node: fx.Node, head: fx.Node, tp: int) -> str:
     """The comment of a line, whose inner op is `head`: a change of placement, or nothing."""
     facts = info(node)
+    if is_collective(node.target) and node.kwargs["axis"] == "cp":
+        return _over_cp(node)
     if tp == 1 or facts.strategy is None:
         return ""
     if is_collective(node.target):
@@ -46,6 +48,14 @@ def parallel(node: fx.Node) -> str:
         return ""
     output = 0 if node.target is aten.linear.default else 1
     return "column-parallel" if placement.dim == output else "row-parallel"
+
+
+def _over_cp(node: fx.Node) -> str:
+    name, dims = op_name(node), iter(node.args[1:])
+    kinds = next(kinds for kinds, found in CONVERSIONS.items() if found.function == name)
+    ends = [f"Shard({next(dims)})" if kind is Kind.SHARD else _NOTE[kind] for kind in kinds]
+    backward = f"; backward: {_BACKWARD[name]}" if info(node).requires_grad else ""
+    return f"over cp: {' → '.join(ends) if ends[0] != ends[1] else ends[0]}{backward}"
 
 
 def _before(source: Placement, target: Placement) -> str:

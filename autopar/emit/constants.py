@@ -10,6 +10,7 @@ from torch import fx
 
 from ..ir.custom import OPAQUE
 from ..ir.graph import COUNT, PROLOGUE, Call, Role, TensorInfo, info, node_inputs
+from ..ir.ops import is_collective
 from ..ir.unread import unread_buffers, unread_parameters
 from . import again, groups
 from .emission import Emission, dict_text, tuple_text
@@ -32,6 +33,7 @@ def constants(e: Emission, paths: bool) -> str:
     settings += ["compile=True"] if plan.compile else []
     if plan.reduce_dtype:
         settings.append(f'reduce_dtype="{plan.reduce_dtype}"')
+    settings += ["zigzag=True"] if e.program.zigzag else []
     settings += _data_settings(e)
     if e.predicted.step_s is not None:
         settings.append(f"predicted_step_s={e.predicted.step_s:.6g}")
@@ -172,7 +174,7 @@ def _part_rows(e: Emission, call: Call) -> list[str]:
 
 
 def _reads_input(node: Any) -> bool:
-    while isinstance(node, fx.Node) and info(node).role is Role.CONVERT:
+    while isinstance(node, fx.Node) and is_collective(node.target):
         node = node.args[0]
     return isinstance(node, fx.Node) and info(node).role is Role.INPUT
 

@@ -168,6 +168,7 @@ class Emission:
             if not facts.requires_grad:
                 continue
             kind = f"{placement_text(facts.placement)}@tp " if self.plan.mesh.tp > 1 else ""
+            kind = f"{placement_text(facts.context)}@cp {kind}" if facts.context is not None else kind
             shown.append(f"{name}: {kind}{local_shape(facts, self.plan.mesh.tp)}")
         shown = shown if len(", ".join(shown)) < _SHAPES else shown[:1]
         return f"  # {', '.join(shown)}" if shown else ""

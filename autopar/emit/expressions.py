@@ -16,7 +16,7 @@ from torch import fx
 from ..errors import PlanError
 from ..ir.custom import ACTIVATIONS, EXPERTS, OPAQUE
 from ..ir.graph import arguments, info, node_inputs
-from ..ir.ops import is_collective
+from .between_ranks import writer_over_ranks
 from .losses import LOSSES, REDUCTIONS
 from .op import Op
 from .opaque import opaque_call
@@ -29,8 +29,8 @@ _LAST = 9223372036854775807
 
 def expression(node: fx.Node, render: Render, device: str, training: str) -> Text:
     """The source of one op. `render` gives the text of an operand, `device` that of the block's device."""
-    if is_collective(node.target):
-        return _collective(node, render)
+    if (writer := writer_over_ranks(node.target)) is not None:
+        return writer(node, render)
     if node.target is operator.getitem:
         source, place = arguments(node)
         return Text(f"{render(source).at(ATOM)}[{place}]")
@@ -194,15 +194,6 @@ def _pad(op: Op) -> Text:
     whole = isinstance(value, float) and value.is_integer()
     shown = f", value={int(value) if whole else literal(value)}" if value else ""
     return Text(f"F.pad({source}, {pad}{mode}{shown})")
-
-
-def _collective(node: fx.Node, render: Render) -> Text:
-    name = node.target.__name__  # type: ignore[union-attr]
-    keys = {"all_to_all": ("from_dim", "to_dim")}.get(name, ("dim",))
-    value, *dims = arguments(node)
-    shown = "".join(f", {k}={d}" for k, d in zip(keys[: len(dims)], dims, strict=True))
-    text = f'{name}({render(value).source}{shown}, axis="{node.kwargs["axis"]}")'
-    return Text(text, imports=frozenset({f"collectives.{name}"}))
 
 
 _WRITERS: dict[Any, _Writer] = {

@@ -11,7 +11,7 @@ from ..ir.graph import Role, info, node_inputs
 from ..ir.ops import is_collective
 from ..rules.regions import is_random as draws
 from .idioms import part, rotate
-from .roles import ACTIVATIONS, DROPOUT, HEAVY, NORMS, SDPA, SOFTMAX, Roles, is_bias_add, is_postfix
+from .roles import ACTIVATIONS, ATTENTIONS, DROPOUT, HEAVY, NORMS, SOFTMAX, Roles, is_bias_add, is_postfix
 
 aten = torch.ops.aten
 
@@ -77,7 +77,7 @@ class Folding:
             joins = self.roles.is_residual(reader) and info(node).placement == info(reader).placement
             plain = own == read and (reader.target in ACTIVATIONS | {DROPOUT} or self.roles.main(reader) is node)
             sums = reader.target is aten.add.Tensor and head.target is aten.embedding.default
-            return head.target is not SDPA and (joins or plain or sums)
+            return head.target not in ATTENTIONS and (joins or plain or sums)
         if head.target in NORMS:
             weighted = reader.target is aten.mul.Tensor and self.roles.main(reader) is node
             return weighted or own == read and reader.target in {*NORMS, DROPOUT}

@@ -52,8 +52,11 @@ def _make_tables(e: Emission) -> list[str]:
     if inputs := e.program.blocks[TABLES].placeholders(Role.INPUT):
         return [f"{given} = self._tables({', '.join(info(n).ref for n in inputs)})"]
     used = table_sizes(e)
-    name, tensor = max(e.program.inputs.items(), key=lambda item: len({*used} & {*item[1].shape}))
-    sizes = [f"{name}.shape[{tensor.shape.index(size)}]" for size in used]
+    whole = {B: B, S: e.plan.mesh.cp * S}  # inputs have the whole sequence
+    wanted = {whole[size] for size in used}
+    name, tensor = max(e.program.inputs.items(), key=lambda item: len(wanted & {*item[1].shape}))
+    parts = f" // {e.plan.mesh.cp}" * (e.plan.mesh.cp > 1)
+    sizes = [f"{name}.shape[{tensor.shape.index(whole[size])}]{parts * (size == S)}" for size in used]
     return [f"{given} = self._tables({', '.join([*sizes, f'{name}.device'])})"]
 
 

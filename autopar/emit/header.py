@@ -13,6 +13,13 @@ on tp      Shard(d): each rank has a slice of dim d; Replicate: each has all of 
            parameter that each rank uses for other work: its gradient is summed over tp."""
 
 
+_CONTEXT = """\
+on cp      s is the length of this rank's part of the sequence, 1/{cp} of it: ids and labels come whole, and
+           positions are those of the whole. Parameters are whole; their gradients are summed as over dp."""
+_ZIGZAG = """
+           Of {chunks} chunks of the sequence rank r has the chunks r and {last} - r, for equal work."""
+
+
 def docstring(program: Program, plan: Plan, predicted: Predicted, table: str) -> str:
     """The docstring with its quotes; `table` is the plan table, or nothing."""
     world = plan.mesh.world_size
@@ -24,6 +31,7 @@ def docstring(program: Program, plan: Plan, predicted: Predicted, table: str) ->
                 *([f"predicted  {text}"] if (text := _predicted(predicted)) else []),
                 f"run        torchrun --nproc-per-node {world} -- train.py (several nodes: launch.sh)",
                 *([_TYPES] if plan.mesh.tp > 1 else []),
+                *([_on_cp(program, plan)] if plan.mesh.cp > 1 else []),
             ]
         ),
     ]
@@ -31,9 +39,15 @@ def docstring(program: Program, plan: Plan, predicted: Predicted, table: str) ->
     return '"""' + "\n\n".join(parts).replace("\\", "\\\\").replace('"""', "'''") + '\n"""'
 
 
+def _on_cp(program: Program, plan: Plan) -> str:
+    cp = plan.mesh.cp
+    return _CONTEXT.format(cp=cp) + (_ZIGZAG.format(chunks=2 * cp, last=2 * cp - 1) if program.zigzag else "")
+
+
 def plan_text(plan: Plan) -> str:
     """pp2·tp2 (megatron), zero 0, 4 × 2 samples by 1f1b, no recompute, bf16, AdamW."""
-    layout = f" ({plan.solution.name})" if plan.solution.name and plan.mesh.tp > 1 else ""
+    names = [s.name for s in (plan.context, plan.solution) if s.ranks > 1 and s.name]
+    layout = f" ({', '.join(names)})" if names else ""
     schedule = f" by {plan.schedule}" if plan.schedule != "none" else ""
     again = summary(plan.recompute, plan.stages[-1][1])
     return ", ".join(

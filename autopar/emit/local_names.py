@@ -10,7 +10,7 @@ from torch import fx
 
 from ..ir.custom import LINEAR_CROSS_ENTROPY
 from ..ir.graph import Role, info, node_inputs, op_name
-from .roles import ACTIVATIONS, HEAVY, NORMS, SDPA, SOFTMAX
+from .roles import ACTIVATIONS, ATTENTIONS, HEAVY, NORMS, SOFTMAX
 
 if TYPE_CHECKING:
     from .body import Body
@@ -19,9 +19,9 @@ aten = torch.ops.aten
 
 _OF_OP = {
     aten.cross_entropy_loss.default: "loss", aten.mse_loss.default: "loss", LINEAR_CROSS_ENTROPY: "loss",
-    aten.cos.default: "cos", aten.sin.default: "sin", SDPA: "attn", aten.arange.default: "positions",
+    aten.cos.default: "cos", aten.sin.default: "sin", aten.arange.default: "positions",
     aten.arange.start: "positions",
-    **dict.fromkeys(SOFTMAX, "probs"),
+    **dict.fromkeys(ATTENTIONS, "attn"), **dict.fromkeys(SOFTMAX, "probs"),
 }  # fmt: skip
 # What an op without a gradient makes: indices, distances, masks. The op's own name would be Python's.
 _OF_NUMBERS = {

@@ -71,7 +71,10 @@ class Op:
     @property
     def shards(self) -> str:
         """What `runtime.random` needs to give each shard of the result its own randomness."""
-        return ', shards=("tp",)' if info(self.node).placement.is_shard else ""
+        facts = info(self.node)
+        placements = (("cp", facts.context), ("tp", facts.placement))
+        axes = [f'"{axis}"' for axis, placement in placements if placement is not None and placement.is_shard]
+        return f", shards=({', '.join(axes)}{',' * (len(axes) == 1)})" if axes else ""
 
     def splits(self, position: int, dim: int) -> bool:
         """Whether an operand is sharded on a dim."""

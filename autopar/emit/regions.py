@@ -10,7 +10,7 @@ from torch import fx
 
 from ..ir.graph import Block, Role, info, node_inputs
 from .names import value_name
-from .roles import ACTIVATIONS, ATTENTION, HEAVY, MLP, NORMS, PROJECTIONS, SDPA, SOFTMAX, Roles
+from .roles import ACTIVATIONS, ATTENTION, ATTENTIONS, HEAVY, MLP, NORMS, PROJECTIONS, SOFTMAX, Roles
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def _ends(place: int, ops: Sequence[fx.Node], block: Block, roles: Roles) -> boo
 
 def _name(part: Sequence[fx.Node], roles: Roles, taken: Container[str]) -> str:
     modules = [info(n).module for n in part if n.target in HEAVY]
-    if any(n.target is SDPA or n.target in SOFTMAX for n in part) or any(map(ATTENTION.search, modules)):
+    if any(n.target in ATTENTIONS or n.target in SOFTMAX for n in part) or any(map(ATTENTION.search, modules)):
         base = "_cross_attention" if _reads_another(part, roles) else "_attention"
     elif any(map(MLP.search, modules)) or sum(n.target in PROJECTIONS for n in part) > 1 and _activates(part):
         base = "_mlp"

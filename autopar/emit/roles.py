@@ -16,16 +16,17 @@ from torch import fx
 
 from ..ir.custom import LINEAR_CROSS_ENTROPY
 from ..ir.graph import Block, Role, info, node_inputs
-from ..ir.ops import is_collective
+from ..ir.ops import gathered_attention, is_collective, ring_attention
 from ..rules import rule_of
 from .idioms import part, rotate
 
 aten: Any = torch.ops.aten
 
-SDPA = aten.scaled_dot_product_attention.default
+ATTENTIONS = {aten.scaled_dot_product_attention.default, ring_attention, gathered_attention}
 _PRODUCTS = {aten.matmul.default, aten.bmm.default}
 PROJECTIONS = {aten.linear.default, aten.mm.default, aten.addmm.default, *_PRODUCTS}
-HEAVY = PROJECTIONS | {SDPA, aten.embedding.default, aten.conv1d.default, aten.conv2d.default, aten.convolution.default}
+_CONVOLUTIONS = {aten.conv1d.default, aten.conv2d.default, aten.convolution.default}
+HEAVY = PROJECTIONS | ATTENTIONS | _CONVOLUTIONS | {aten.embedding.default}
 NORMS = {aten.layer_norm.default, aten.rms_norm.default, aten.group_norm.default, aten.batch_norm.default}
 ACTIVATIONS = {
     aten.silu.default, aten.gelu.default, aten.relu.default, aten.sigmoid.default, aten.tanh.default,
@@ -125,7 +126,7 @@ class Roles:
 
     def _in_attention(self, user: fx.Node, place: int) -> str:
         operands = node_inputs(user)
-        if user.target is SDPA:
+        if user.target in ATTENTIONS:
             return ("q", "k", "v", "mask")[place]
         if user.target in SOFTMAX:
             return "scores"

@@ -47,7 +47,8 @@ class NodeInfo:
     `shape` is global (unsharded). `ref` names what a placeholder stands for: a parameter or buffer
     relative to the call's path, a keyword input, or (VALUE) the position among the call's inputs.
     `module` is the path of the module that ran the op and `source` the user's line; `island` what is in fp32 from here
-    on, though the author computes it in half precision.
+    on, though the author computes it in half precision. `context`: how the value lies on cp, once shapes
+    are those of one of its ranks.
     """
 
     shape: Shape
@@ -59,6 +60,7 @@ class NodeInfo:
     source: str = ""
     strategy: Strategy | None = None
     island: str = ""
+    context: Placement | None = None
 
     @property
     def placement(self) -> Placement:
@@ -226,6 +228,8 @@ class Program:
     that are kept whole, by name. persistent: the buffers of the model's state_dict, of which `buffers` holds those that
     the loss reads. stages, recompute and regions (block → what backward computes again in layers of that class) are
     set by the passes.
+    zigzag: of 2·cp chunks of the sequence, rank r of cp has r and 2·cp − 1 − r, for later queries of causal attention
+    meet more keys.
     """
 
     name: str
@@ -243,6 +247,7 @@ class Program:
     mutated: tuple[str, ...] = ()
     persistent: dict[str, TensorInfo] = field(default_factory=dict)
     opaque: dict[str, OpaqueCall] = field(default_factory=dict)
+    zigzag: bool = False
 
     def copy_blocks(self) -> Program:
         """The same program with blocks that a pass may change."""

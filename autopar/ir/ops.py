@@ -1,7 +1,7 @@
 """The ops that are not aten's: the abstract `convert` and the collectives that it is lowered to.
 
 They are only names in a graph: the emitted program calls the functions of the same name in
-autopar.runtime.collectives.
+autopar.runtime.collectives and autopar.runtime.attention.
 """
 
 from __future__ import annotations
@@ -29,6 +29,18 @@ def _named(name: str) -> Callable[..., Any]:
 COLLECTIVES: dict[str, Callable[..., Any]] = {
     conversion.function: _named(conversion.function) for conversion in CONVERSIONS.values()
 }
+
+
+def ring_attention(
+    q: Any, k: Any, v: Any, *, axis: str, ranks: int, is_causal: bool, zigzag: bool, scale: float | None
+) -> Any:
+    """Attention of this rank's part of the sequence to all of it: K and V go around the `ranks` of the axis."""
+    raise AssertionError("a graph node, not to be called")
+
+
+def gathered_attention(q: Any, k: Any, v: Any, *, axis: str, is_causal: bool, zigzag: bool, scale: float | None) -> Any:
+    """Attention of this rank's part of the sequence to keys and values that are whole."""
+    raise AssertionError("a graph node, not to be called")
 
 
 def is_collective(target: Any) -> bool:

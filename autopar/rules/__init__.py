@@ -9,6 +9,7 @@ from torch import fx
 from ..ir.graph import B, Shape, info, node_inputs
 from . import (
     attention,
+    conversions,
     experts,
     factories,
     indexing,
@@ -27,6 +28,7 @@ from .factor import Axis, Dims, Rule, RuleMaker, strategies
 RULES: dict[object, RuleMaker] = {
     **matmul.RULES,
     **attention.RULES,
+    **conversions.RULES,
     **experts.RULES,
     **norms.RULES,
     **indexing.RULES,

@@ -25,7 +25,9 @@ def is_tagged(target: Any, tag: torch.Tag) -> bool:
 def option(node: fx.Node, name: str, default: Any = None) -> Any:
     """An argument of an op by its schema's name, or its default; `default` where it is None or has no such argument."""
     target: Any = node.target
-    for position, argument in enumerate(target._schema.arguments if hasattr(target, "_schema") else ()):
+    if not hasattr(target, "_schema"):  # an op of our own, whose options have names
+        return node.kwargs.get(name, default)
+    for position, argument in enumerate(target._schema.arguments):
         if argument.name == name:
             given = arguments(node)[position] if position < len(node.args) else node.kwargs.get(name)
             given = argument.default_value if given is None else given

@@ -1,10 +1,15 @@
-"""Fused attention. The sequence of q stays whole on tp; K/V groups shard with their query heads."""
+"""Fused attention. The sequence of q stays whole on tp; K/V groups shard with their query heads.
+
+On cp the queries of a rank are a part of the sequence: they meet all keys, gathered, or sent around in a ring.
+"""
 
 import torch
 from torch import fx
 
 from ..ir.graph import info, node_inputs
+from ..ir.ops import gathered_attention, ring_attention
 from ..placement import GRAD_PARTIAL, REPLICATE, Shard, Strategy
+from .arguments import option
 from .factor import Dims, Rule, RuleMaker
 
 aten = torch.ops.aten
@@ -33,6 +38,7 @@ def _attention(node: fx.Node) -> Rule:
         multiple_of=int(groups) if groups != heads else 0,
         kind="attention",
         saves=(0, 1, 2, -1),
+        context=_over_sequence(node, masks),
     )
 
 
@@ -44,4 +50,28 @@ def _one_group(node: fx.Node, masks: tuple[Dims, ...]) -> Strategy:
     return Strategy((Shard(1), *shared[1:3], *masked), Shard(1))
 
 
-RULES: dict[object, RuleMaker] = {aten.scaled_dot_product_attention.default: _attention}
+def _over_sequence(node: fx.Node, masks: tuple[Dims, ...]) -> tuple[Strategy, ...]:
+    """Ring attention (K and V sharded as q is) where no mask is in the way; K and V whole, each rank its rows of q.
+
+    Ranks would draw other masks of dropout than one device: none of the two with dropout.
+    """
+    q, k, *_ = (info(n) for n in node_inputs(node))
+    if option(node, "dropout_p") or is_causal(node) and q.shape[2] != k.shape[2]:
+        return ()
+    whole = [GRAD_PARTIAL if info(n).requires_grad else REPLICATE for n in node_inputs(node)]
+    rows = [Shard(m.index("s")) if "s" in m else p for m, p in zip(masks, whole[3:], strict=True)]
+    gathered = Strategy((Shard(2), *whole[1:3], *rows), Shard(2))
+    ring = Strategy((Shard(2),) * 3, Shard(2))
+    return (gathered,) if masks else (ring, gathered)
+
+
+def is_causal(node: fx.Node) -> bool:
+    """Whether each query meets only the keys up to its own position."""
+    return bool(option(node, "is_causal"))
+
+
+RULES: dict[object, RuleMaker] = {
+    aten.scaled_dot_product_attention.default: _attention,
+    ring_attention: _attention,
+    gathered_attention: _attention,
+}

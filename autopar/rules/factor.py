@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import sympy
 from torch import fx
@@ -36,7 +36,10 @@ class Rule:
     are for axes whose size is a multiple of it, and want equal shards.
     kind: "matmul", "attention", "experts", "memory" (bandwidth-bound) or "view" (free).
     units: factors that come in units (channels in groups), whose number must be divisible too.
-    exact: gradients too are whole, for the op is not written so that they could be summands.
+    only: if given, the strategies on every axis but the context axis. exact: gradients too are whole, for the op is
+    not written so that they could be summands.
+    context: strategies beyond the factors for the context axis, such as ring attention. rows: the dims of inputs and
+    output there, where rows b·s are sharded by their sequence; those of the other axes where it is None.
     saves: positions of operands that a GPU kernel keeps for backward, and -1 for its result.
     """
 
@@ -49,7 +52,10 @@ class Rule:
     multiple_of: int = 0
     kind: str = "memory"
     saves: tuple[int, ...] = ()
+    only: tuple[Strategy, ...] = ()
     exact: bool = False
+    context: tuple[Strategy, ...] = ()
+    rows: tuple[tuple[Dims, ...], Dims] | None = None
     units: Mapping[str, sympy.Expr] = field(default_factory=dict)
 
     @property
@@ -65,6 +71,9 @@ class Axis:
 
     On tp the batch is never offered and the sequence only with sequence parallelism; on a data axis
     only the batch is. `values` gives the numbers of `b` and `s` for divisibility.
+    context: the axis cp. It shards the sequence, also of merged rows b·s, by which no collective runs; parameters
+    are whole on it, and read for different work on each rank; the loss leaves as a summand of each. inner: the ranks
+    of tp, over which a shard of heads is dealt out again.
     """
 
     name: str
@@ -72,6 +81,8 @@ class Axis:
     sequence: bool = False
     batch: bool = False
     model: bool = True
+    context: bool = False
+    inner: int = 1
     values: dict[sympy.Symbol, int] = field(default_factory=dict)
 
     def number(self, size: sympy.Expr) -> int:
@@ -82,14 +93,17 @@ class Axis:
         """Whether a factor with dims of these sizes may be sharded here, evenly or (`uneven`) by the chunk rule."""
         sizes = list(sizes)
         symbols = set().union(*(size.free_symbols for size in sizes))
+        if B in symbols and self.context:
+            return all(S in size.free_symbols for size in sizes)
         if B in symbols:
             return self.batch
         if not (self.sequence if S in symbols else self.model):
             return False
         numbers = {self.number(size) for size in sizes}
-        if all(n % self.size == 0 for n in numbers):
+        shares = self.size if S in symbols else self.size * self.inner
+        if all(n % shares == 0 for n in numbers):
             return True
-        return uneven and len(numbers) == 1 and S not in symbols and self._none_empty(min(numbers))
+        return uneven and not self.context and len(numbers) == 1 and S not in symbols and self._none_empty(min(numbers))
 
     def _none_empty(self, number: int) -> bool:
         """Whether the chunk rule leaves something to every rank: 4 in chunks of ceil(4/3) are 2, 2 and 0."""
@@ -98,14 +112,23 @@ class Axis:
     def even(self, size: sympy.Expr) -> bool:
         """Whether shards of a dim of this size are equal, so that collectives may run along it."""
         if B in size.free_symbols:
-            return True
+            return not self.context
         return self.number(size) % self.size == 0
+
+    @property
+    def loss(self) -> Placement:
+        """How the loss leaves: whole, or a summand of each rank's part of the sequence."""
+        return PARTIAL if self.context else REPLICATE
 
 
 def strategies(node: fx.Node, rule: Rule, axis: Axis) -> list[Strategy]:
     """Every legal strategy of a node on an axis, replicated first."""
     operands = [info(n) for n in node_inputs(node)]
     result = info(node)
+    if axis.context and rule.rows is not None:
+        rule = replace(rule, inputs=rule.rows[0], output=rule.rows[1])
+    if rule.only:
+        return [o for o in rule.only if axis.offers([n.shape[o.output.dim] for n in (*operands, result)], uneven=False)]
     found = dict.fromkeys(_candidates(operands, result, rule, axis))
     return [s for s in found if _sensible(s, operands, result)]
 
@@ -121,7 +144,7 @@ def _candidates(operands: list[NodeInfo], result: NodeInfo, rule: Rule, axis: Ax
     for linear in rule.linear:
         partial = tuple(PARTIAL if i in linear else _shared(o) for i, o in enumerate(operands))
         yield Strategy(partial, PARTIAL)
-    for special in rule.special:
+    for special in (*rule.special, *(rule.context if axis.context else ())):
         shards = [(p, o) for p, o in zip(special.inputs, operands, strict=True) if p.is_shard]
         if rule.multiple_of and axis.size % rule.multiple_of:
             continue

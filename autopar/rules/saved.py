@@ -131,7 +131,7 @@ def storage(node: fx.Node) -> fx.Node:
     while node.op == "call_function" and rule_of(node).kind == "view" and node_inputs(node):
         source = node_inputs(node)[0]
         turned = source.target in (aten.transpose.int, aten.permute.default)
-        made_so = turned and node_inputs(source)[0].target is aten.scaled_dot_product_attention.default
+        made_so = turned and rule_of(node_inputs(source)[0]).kind == "attention"
         if node.target is aten.reshape.default and turned and not made_so:
             return node
         node = source
@@ -165,7 +165,7 @@ def _statistics(node: fx.Node) -> sympy.Expr:
         return 2 * 4 * numel(shape[:-1])
     if node.target is aten.rms_norm.default:
         return 4 * numel(shape[:-1])
-    if node.target is aten.scaled_dot_product_attention.default:
+    if rule_of(node).kind == "attention":
         return 4 * numel(shape[:-1])
     if node.target is aten.dropout.default:
         return numel(shape)

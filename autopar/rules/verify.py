@@ -32,7 +32,7 @@ def verify(program: Program, axis: Axis, converted: bool) -> None:
         for node in block.ops:
             _check_node(block, node, axis, converted)
         if converted:
-            _check_results(program, block)
+            _check_results(program, block, axis)
 
 
 def _check_placeholder(program: Program, block: Block, node: fx.Node) -> None:
@@ -108,14 +108,14 @@ def _check_conversion(block: Block, node: fx.Node, source: Placement, axis: Axis
         raise error(block, node, "is no conversion")
 
 
-def _check_results(program: Program, block: Block) -> None:
+def _check_results(program: Program, block: Block, axis: Axis) -> None:
     for call in program.calls:
         if call.block != block.name:
             continue
         if not call.outputs:
             for result in block.results:
-                if info(result).placement != REPLICATE:
-                    raise error(block, result, f"the loss leaves as {info(result).placement}, not whole")
+                if info(result).placement != axis.loss:
+                    raise error(block, result, f"the loss leaves as {info(result).placement}, not as {axis.loss}")
             continue
         for value, result in zip(call.outputs, block.results, strict=True):
             for reader in (c for c in program.calls if value in c.inputs):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
-from ..ir.graph import info, node_inputs
+from ..ir.graph import B, Shape, info, node_inputs
 from .arguments import dims_of, option
 from .factor import Dims, Rule, RuleMaker
 
@@ -39,7 +40,22 @@ def _reshape(node: fx.Node) -> Rule:
     output: list[str | None] = [None] * len(target)
     for number, (i, o) in enumerate(_matching_groups(source, target)):
         inputs[i] = output[o] = f"d{number}"
-    return _view(inputs, output)
+    return replace(_view(inputs, output), rows=_sequence_dims(source, target, inputs, output))
+
+
+def _sequence_dims(
+    source: Shape, target: Shape, inputs: list[str | None], output: list[str | None]
+) -> tuple[tuple[Dims, ...], Dims] | None:
+    """[b, s, …] as [b·s, …] or back, where the sequence passes instead of the batch."""
+    if _is_rows(target, source):
+        return (tuple(inputs),), (None, inputs[0], *output[2:])
+    if _is_rows(source, target):
+        return ((None, output[0], *inputs[2:]),), tuple(output)
+    return None
+
+
+def _is_rows(apart: Shape, merged: Shape) -> bool:
+    return len(apart) > 1 and len(merged) > 0 and apart[0] == B and apart[0] * apart[1] == merged[0]
 
 
 def _matching_groups(source: tuple[sympy.Expr, ...], target: tuple[sympy.Expr, ...]) -> list[tuple[int, int]]:

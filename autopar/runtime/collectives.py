@@ -2,12 +2,13 @@
 
 Each public function is one row of that table: what it does to the value, then what its backward does to the
 gradient. `axis` names a mesh axis, `dim` a dim of the tensor; on an axis of size one every function returns
-its input. Sharded dims divide evenly: the emitter guarantees it.
+its input. Sharded dims divide evenly: the emitter guarantees it. Where the sequence is cut in zigzag over cp
+(see `settings`), so are all shards on cp, for no other dim is sharded there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -119,33 +120,52 @@ def _sum(x: Tensor, axis: str) -> Tensor:
     return total
 
 
+def _shards(x: Tensor, dim: int, axis: str) -> list[Tensor]:
+    """The shard of each rank, of a tensor that is whole."""
+    size = current().size(axis)
+    if not _is_zigzag(axis):
+        return list(x.chunk(size, dim))
+    chunks = x.chunk(2 * size, dim)
+    return [torch.cat((chunks[r], chunks[2 * size - 1 - r]), dim) for r in range(size)]
+
+
+def _join(shards: Sequence[Tensor], dim: int, axis: str) -> Tensor:
+    """The whole tensor, of each rank's shard."""
+    if not _is_zigzag(axis):
+        return torch.cat(tuple(shards), dim)
+    halves = [shard.chunk(2, dim) for shard in shards]
+    return torch.cat([first for first, _ in halves] + [last for _, last in reversed(halves)], dim)
+
+
+def _is_zigzag(axis: str) -> bool:
+    return axis == "cp" and current().settings.zigzag
+
+
 def _slice(dim: int, x: Tensor, axis: str) -> Tensor:
-    mesh = current()
     # A copy: a view would keep the whole tensor alive for as long as its slice.
-    return x.chunk(mesh.size(axis), dim)[mesh.rank(axis)].clone(memory_format=torch.contiguous_format)
+    return _shards(x, dim, axis)[current().rank(axis)].clone(memory_format=torch.contiguous_format)
 
 
 def _gather(dim: int, x: Tensor, axis: str) -> Tensor:
     size = current().size(axis)
     parts = x.new_empty((size * x.shape[0], *x.shape[1:]))
     _all_gather(parts, x.contiguous(), group=current().group(axis))
-    return parts if dim == 0 else torch.cat(parts.chunk(size), dim)
+    return parts if dim == 0 and not _is_zigzag(axis) else _join(parts.chunk(size), dim, axis)
 
 
 def _reduce_scatter(dim: int, x: Tensor, axis: str) -> Tensor:
     size = current().size(axis)
-    parts = x.contiguous() if dim == 0 else torch.cat(x.chunk(size, dim))
+    parts = x.contiguous() if dim == 0 and not _is_zigzag(axis) else torch.cat(_shards(x, dim, axis))
     out = parts.new_empty((parts.shape[0] // size, *parts.shape[1:]))
     _sum_scatter(out, parts, group=current().group(axis))
     return out
 
 
 def _exchange(from_dim: int, to_dim: int, x: Tensor, axis: str) -> Tensor:
-    size = current().size(axis)
-    parts = torch.cat(x.chunk(size, to_dim))
+    parts = torch.cat(_shards(x, to_dim, axis))
     received = torch.empty_like(parts)
     dist.all_to_all_single(received, parts, group=current().group(axis))
-    return torch.cat(received.chunk(size), from_dim)
+    return _join(received.chunk(current().size(axis)), from_dim, axis)
 
 
 def _first(x: Tensor, axis: str) -> Tensor:
@@ -155,4 +175,4 @@ def _first(x: Tensor, axis: str) -> Tensor:
 def _pad(dim: int, x: Tensor, axis: str) -> Tensor:
     parts = [torch.zeros_like(x)] * current().size(axis)
     parts[current().rank(axis)] = x
-    return torch.cat(parts, dim)
+    return _join(parts, dim, axis)

@@ -174,7 +174,7 @@ def _examples(model: nn.Module, stage: int, mesh: Mesh) -> tuple[Tensor, ...]:
     """What `stage` sends on, on the meta device: static shapes, as torch's inference would run a forward."""
     between_stages: Any = model.between_stages
     sent: Sequence[tuple[Sequence[int], torch.dtype]]
-    sent = between_stages(stage, mesh.settings.micro_batch, mesh.settings.sequence)
+    sent = between_stages(stage, mesh.settings.micro_batch, mesh.settings.sequence // mesh.settings.cp)
     # Without requires_grad no gradient would be sent back.
     return tuple(
         torch.empty(shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point) for shape, dtype in sent

@@ -14,6 +14,7 @@ class Settings:
     ranks (forward and backward, no recompute), for MFU. peak_flops: of one device in this precision, FLOP/s.
     vocabulary: tokens the model knows, where it has any. labels: what the default data give the model, the
     "next" token of each input or the "same" ones, where the model shifts them (as Hugging Face models do).
+    zigzag: of 2·cp chunks of a sequence, rank r of cp has r and 2·cp − 1 − r; else it has the r-th of cp.
     """
 
     pp: int
@@ -35,6 +36,7 @@ class Settings:
     vocabulary: int | None = None
     labels: str = "next"
     compile: bool = False  # the layers run under torch.compile
+    zigzag: bool = False
     reduce_dtype: str | None = None  # "bf16", "fp16" or "fp32", of gradients over the replicas; None: of the masters
 
     @property

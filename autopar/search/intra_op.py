@@ -97,26 +97,39 @@ class _Search:
         return self.costs.strategy(node, option)
 
     def _options(self, block: Block, node: fx.Node) -> list[Strategy]:
-        facts = info(node)
+        facts, context = info(node), self.axis.context
         if block.name == TABLES or facts.role in (Role.BUFFER, Role.INPUT):
             return [Strategy((REPLICATE,) * len(node_inputs(node)), REPLICATE)]
         if facts.role is Role.OP:
             options = strategies(node, rule_of(node), self.axis)
-            if self.layout.hidden is not None and self._is_residual(block, node):
+            if self._is_hidden(facts) and self._is_residual(block, node):
                 options = [o for o in options if o.output == self.layout.hidden]
-            if self.layout.divide and (divided := [o for o in options if _divides_weight(node, o)]):
+            divides = _divides_rows if context else _divides_weight
+            if self.layout.divide and (divided := [o for o in options if divides(node, o)]):
                 return divided
+            if self.layout.attention and rule_of(node).kind == "attention":
+                return _preferred(options, self.layout.attention)
             return options
+        if context and facts.role is Role.PARAMETER:
+            return [Strategy((), GRAD_PARTIAL if facts.requires_grad else REPLICATE)]
         placements = [REPLICATE, *([GRAD_PARTIAL] if facts.requires_grad else [])]
         placements += [Shard(d) for d, n in enumerate(facts.shape) if n != 1 and self.axis.offers([n])]
         if facts.role is Role.VALUE:
             if not facts.requires_grad:
-                placements = [REPLICATE]
-            elif self.layout.hidden is not None and any(B in n.free_symbols for n in facts.shape):
+                placements = [p for p in placements if context or not p.is_shard]
+            elif self._is_hidden(facts):
+                assert self.layout.hidden is not None
                 placements = [self.layout.hidden]
             else:
                 placements.append(PARTIAL)
         return [Strategy((), p) for p in placements]
+
+    def _is_hidden(self, facts: NodeInfo) -> bool:
+        """Whether the layout says how a value between layers lies; on cp that is for values with a sequence."""
+        hidden = self.layout.hidden
+        if hidden is None or not any(B in n.free_symbols for n in facts.shape):
+            return False
+        return not self.axis.context or len(facts.shape) > hidden.dim and S in facts.shape[hidden.dim].free_symbols
 
     def _is_residual(self, block: Block, node: fx.Node) -> bool:
         """A sum of two activations shaped like the values between layers, not a bias."""
@@ -147,7 +160,7 @@ class _Search:
             if not call.outputs:
                 one = self._column(0.0)
                 self._row({one: 1.0}, 1.0, 1.0)
-                wanted[REPLICATE].append(one)
+                wanted[self.axis.loss].append(one)
             else:
                 unit = self.groups[call.outputs[i]]
                 for k, option in enumerate(self.choices[unit]):
@@ -225,6 +238,20 @@ def _divides_weight(node: fx.Node, option: Strategy) -> bool:
     return any(p.is_shard for p in weights or option.inputs)
 
 
+def _divides_rows(node: fx.Node, option: Strategy) -> bool:
+    """A product with a parameter, or experts, on a share of the sequence."""
+    if rule_of(node).kind not in ("matmul", "experts") or not option.output.is_shard:
+        return False
+    weighted = any(info(n).role is Role.PARAMETER for n in node_inputs(node))
+    return weighted and S in info(node).shape[option.output.dim].free_symbols
+
+
+def _preferred(options: list[Strategy], placements: tuple[Placement, ...]) -> list[Strategy]:
+    """Attention as the layout names it, else by any shard, else whole."""
+    named = [o for o in options if o.inputs[: len(placements)] == placements]
+    return named or [o for o in options if o.output.is_shard] or options
+
+
 def _no_placement(program: Program, axis: Axis, layout: Layout) -> str:
     """Which sizes stand in the way: no collective runs along a dim whose shards would differ in size."""
     dims = {int(n) for t in program.parameters.values() for n in t.shape if n.is_Integer and len(t.shape) > 1}
@@ -238,6 +265,8 @@ def legal_conversion(facts: NodeInfo, source: Placement, target: Placement, axis
     """Whether a conversion exists and no collective runs along a dim whose shards differ in size."""
     if conversion(source, target) is None:
         return False
+    if axis.context and facts.role is Role.PARAMETER and target.is_shard:
+        return False  # on cp they are stored whole, and read whole
     if PARTIAL in (source, target) and not facts.dtype.is_floating_point:
         return False
     if GRAD_PARTIAL in (source, target) and not facts.requires_grad:

@@ -10,9 +10,9 @@ import torch
 from torch import fx
 
 from ..ir.graph import Program, S, info, node_inputs
-from ..placement import REPLICATE, Placement, Shard, Strategy
+from ..placement import GRAD_PARTIAL, REPLICATE, Placement, Shard, Strategy
 from ..plan import Solution
-from ..rules import rule_of
+from ..rules import Axis, rule_of
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,15 @@ class Layout:
 
     sequence: whether activations may be sharded along the sequence. hidden: the placement of values between
     layers and of residual sums, or None for free. divide: the weight of every matmul, the heads of attention and
-    the vocabulary are sharded if they can be.
+    the vocabulary are sharded if they can be; on cp, the rows of every matmul. attention: on cp, the placements of q
+    and k in fused attention, where they are legal.
     """
 
     name: str
     sequence: bool
     hidden: Placement | None
     divide: bool
+    attention: tuple[Placement, ...] = ()
 
 
 MEGATRON = Layout("megatron", sequence=False, hidden=REPLICATE, divide=True)
@@ -36,6 +38,19 @@ FREE = Layout("free", sequence=True, hidden=None, divide=False)
 
 
 LAYOUTS = (MEGATRON, MEGATRON_SP, FREE)
+
+# Of q, k and v [b, heads, s, e] on cp: sequence and sequence, heads and heads, sequence and whole.
+RING = Layout("ring", sequence=True, hidden=Shard(1), divide=True, attention=(Shard(2), Shard(2)))
+ULYSSES = Layout("ulysses", sequence=True, hidden=Shard(1), divide=True, attention=(Shard(1),))
+ALL_GATHER = Layout("all_gather", sequence=True, hidden=Shard(1), divide=True, attention=(Shard(2), GRAD_PARTIAL))
+
+CONTEXT_LAYOUTS = (RING, ULYSSES, ALL_GATHER)
+
+
+def context_axis(ranks: int, values: Mapping[sympy.Symbol, int], layout: str, tp: int) -> Axis:
+    """The axis cp. Only Ulysses shards more than the sequence: in the others its order may be zigzag."""
+    heads = layout == ULYSSES.name
+    return Axis("cp", ranks, sequence=True, model=heads, context=True, inner=tp, values=dict(values))
 
 
 def replicated(program: Program) -> Solution:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from autopar.cost_models.compute import ModelPrice
 from autopar.cost_models.layer_costs import ModelCosts
@@ -34,12 +34,11 @@ def smallest_logits(price: ModelPrice, request: Request) -> ModelPrice:
     return [price, *loss_prices(price, request)][-1]
 
 
-def chunkable(models: Mapping[int, Sequence[ModelCosts]], pins: Pins) -> dict[int, list[ModelCosts]]:
-    """The solutions of each tp that allow a pinned number of slices; PlanError where none does."""
+def chunkable(models: Sequence[ModelCosts], pins: Pins) -> Sequence[ModelCosts]:
+    """The solutions that allow a pinned number of slices; PlanError where none does."""
     if pins.loss_chunks in (None, 1):
-        return {tp: list(costs) for tp, costs in models.items()}
-    found = {tp: [c for c in costs if c.chunked is not None] for tp, costs in models.items()}
-    if not any(found.values()):
-        why = next(c.not_chunked for costs in models.values() for c in costs)
-        raise PlanError(f"loss_chunks={pins.loss_chunks}: {why}; use loss_chunks=1")
-    return {tp: costs for tp, costs in found.items() if costs}
+        return models
+    found = [costs for costs in models if costs.chunked is not None]
+    if not found:
+        raise PlanError(f"loss_chunks={pins.loss_chunks}: {models[0].not_chunked}; use loss_chunks=1")
+    return found

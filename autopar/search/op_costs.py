@@ -10,11 +10,12 @@ from typing import Protocol
 import sympy
 from torch import fx
 
+from ..cost_models.block import op_time_s
 from ..cost_models.collectives import axis_group, collective_time_s
-from ..cost_models.compute import op_time_s
-from ..cost_models.describe import conversion_transfers, op_cost, op_transfers, parameter_transfers
+from ..cost_models.describe import op_cost
 from ..cost_models.hardware import Hardware
 from ..cost_models.layer_costs import Transfer
+from ..cost_models.transfers import conversion_transfers, op_transfers, parameter_transfers
 from ..ir.graph import B, NodeInfo, S, info
 from ..mesh import Mesh
 from ..placement import Placement, Strategy
@@ -46,24 +47,25 @@ class TimeCosts:
 
     hardware: Hardware
     precision: str
-    tp: int
+    ranks: int
     values: Mapping[sympy.Symbol, int]
     accumulation: int = 8
     memory_s_per_byte: float = 1e-12
+    axis: str = "tp"
 
     def strategy(self, node: fx.Node, strategy: Strategy) -> float:
-        cost = op_cost(node, strategy, rule_of(node), self.tp)
+        cost = op_cost(node, strategy, rule_of(node), self.ranks)
         phases = ((cost.forward_flops, cost.forward_bytes), (cost.backward_flops, cost.backward_bytes))
         time = sum(
             op_time_s(cost.kind, self._number(flops), self._number(size), self.hardware, self.precision)
             for flops, size in phases
         )
-        saved = self._number(tensor_bytes(info(node))) / (self.tp if strategy.output.is_shard else 1)
+        saved = self._number(tensor_bytes(info(node))) / (self.ranks if strategy.output.is_shard else 1)
         return time + self._transfers(op_transfers(node, strategy)) + self.memory_s_per_byte * saved
 
     def stored(self, facts: NodeInfo, placement: Placement) -> float:
         elements = self._number(tensor_bytes(facts)) / facts.dtype.itemsize
-        size = _STATE_BYTES * elements / (self.tp if placement.is_shard else 1)
+        size = _STATE_BYTES * elements / (self.ranks if placement.is_shard else 1)
         sync = self._transfers(parameter_transfers(facts, placement))
         return sync / self.accumulation + self.memory_s_per_byte * size
 
@@ -72,7 +74,7 @@ class TimeCosts:
         return 2 * _LAUNCH_S + self._transfers(conversion_transfers(facts, source, target))
 
     def _transfers(self, transfers: Iterable[Transfer]) -> float:
-        group = axis_group(Mesh(tp=self.tp), "tp", self.hardware.gpus_per_node)
+        group = axis_group(Mesh(**{self.axis: self.ranks}), self.axis, self.hardware.gpus_per_node)
         return sum(collective_time_s(t.collective, self._number(t.size_bytes), group, self.hardware) for t in transfers)
 
     def _number(self, size: sympy.Expr) -> float:

@@ -66,7 +66,7 @@ class _Case:
 
 
 def search(
-    models: Mapping[int, Sequence[ModelCosts]],
+    models: Sequence[ModelCosts],
     cluster: Cluster,
     *,
     global_batch: int,
@@ -75,14 +75,14 @@ def search(
     precision: str = "bf16",
     optimizer: Optimizer | None = None,
     pins: Pins | None = None,
-    illegal_tp: Mapping[int, str] | None = None,
+    illegal: Mapping[str, str] | None = None,
     coupling: Coupling | None = None,
     compiled: bool = False,
     keep: int = 5,
 ) -> SearchResult:
     """The fastest plans under the budget (default: the GPU's usable memory), one a mesh, `keep` in all.
 
-    models: tp → costs of each solution, of compiled layers if `compiled`; illegal_tp: why other sizes have none.
+    models: costs of each solution, of compiled layers if `compiled`; illegal: why other sizes have none, "tp=3" → why.
     coupling: what the model forbids on the data axes. global_batch counts samples, sequence tokens.
     PlanError for a request that is no plan, InfeasibleError if none fits.
     """
@@ -90,8 +90,8 @@ def search(
     budget = hardware.memory_bytes if budget_bytes is None else budget_bytes
     request = Request(global_batch, sequence, budget, precision, chosen, pins or Pins(), coupling, compiled)
     models = chunkable(models, request.pins)
-    layers = max(1, len(next(iter(models.values()))[0].layers))
-    space = enumerate_space(request, cluster, layers, models.keys(), illegal_tp or {})
+    layers = max(1, len(models[0].layers))
+    space = enumerate_space(request, cluster, layers, {(model.cp, model.tp) for model in models}, illegal or {})
     cases = _cases(space.choices, models, request, hardware)
     ranking = _Ranking(keep, cluster.gpus)
     do_not_fit, pruned = _rank(cases, ranking, request, hardware)
@@ -128,28 +128,23 @@ def _rank(cases: Sequence[_Case], ranking: _Ranking, request: Request, hardware:
 
 def _cases(
     choices: Sequence[Choice],
-    models: Mapping[int, Sequence[ModelCosts]],
+    models: Sequence[ModelCosts],
     request: Request,
     hardware: Hardware,
 ) -> list[_Case]:
     """Every choice with every solution, by ascending lower bound; among equals the earlier choice first."""
-    sizes: dict[int, set[int]] = {}
+    sizes: dict[tuple[int, int], set[int]] = {}
     for choice in choices:
-        sizes.setdefault(choice.mesh.tp, set()).add(choice.micro_batch)
-    prices = {
-        tp: [
-            {
-                price.micro_batch: price
-                for price in price_model(model, sorted(sizes[tp]), request.sequence, hardware, request.precision)
-            }
-            for model in models[tp]
-        ]
-        for tp in sizes
-    }
+        sizes.setdefault((choice.mesh.cp, choice.mesh.tp), set()).add(choice.micro_batch)
+    prices: dict[tuple[int, int], list[dict[int, ModelPrice]]] = {at: [] for at in sizes}
+    for model in models:
+        if (at := (model.cp, model.tp)) in sizes:
+            found = price_model(model, sorted(sizes[at]), request.sequence, hardware, request.precision)
+            prices[at].append({price.micro_batch: price for price in found})
     cases = [
         _Case(_bound_s(choice, solution[choice.micro_batch].work_s), choice, solution[choice.micro_batch])
         for choice in choices
-        for solution in prices[choice.mesh.tp]
+        for solution in prices[choice.mesh.cp, choice.mesh.tp]
     ]
     return sorted(cases, key=lambda case: case.bound_s)
 
@@ -202,6 +197,7 @@ def _solve_one(case: _Case, request: Request, hardware: Hardware, limit_s: float
         compile=request.compile,
         solution=Solution(choice.mesh.tp, {}, price.model.solution),
         reduce_dtype=request.pins.reduce_dtype,
+        context=Solution(choice.mesh.cp, {}, price.model.context),
     )
     estimate = estimate_price(price, plan, hardware)
     return Candidate(plan, price.model, estimate) if estimate.step_time_s < limit_s else None, True

@@ -9,8 +9,8 @@ from typing import Any
 
 from autopar.cost_models.hardware import Cluster
 from autopar.errors import PlanError
-from autopar.mesh import Mesh
-from autopar.plan import Optimizer, check_precision
+from autopar.mesh import AXES, Mesh
+from autopar.plan import CONTEXT_LAYOUTS, Optimizer, check_precision
 from autopar.recompute import FORM, Again, choice, whole_layers
 from autopar.rules.coupling import Coupling
 
@@ -21,6 +21,7 @@ Recompute = str | int | tuple[int, ...] | tuple[Again, ...]
 class Pins:
     """Choices fixed by the user; None leaves one free.
 
+    attention: the layout of cp, "ring", "ulysses" or "all_gather".
     recompute: "none", "full" (each layer whole), regions ("attention core, mlp"), "groups of 2", the number of layers
     in each stage, or the layer indices. loss_chunks: slices of the vocabulary in which head and loss are computed,
     1 for whole logits. reduce_dtype is not searched: gradients are summed in the dtype of the master weights, unless
@@ -29,6 +30,7 @@ class Pins:
 
     pp: int | None = None
     dp: int | None = None
+    cp: int | None = None
     tp: int | None = None
     zero: int | None = None
     micro_batch: int | None = None
@@ -36,6 +38,7 @@ class Pins:
     recompute: Recompute | None = None
     loss_chunks: int | None = None
     reduce_dtype: str | None = None
+    attention: str | None = None
     forbid: Mapping[str, Collection[Any]] = field(default_factory=dict)  # by the names above
 
     def __post_init__(self) -> None:
@@ -43,7 +46,9 @@ class Pins:
         for name in self.forbid:
             if name not in names:
                 raise PlanError(f"forbid={name!r}: use one of {', '.join(sorted(names))}")
-        for name in ("pp", "dp", "tp", "micro_batch", "loss_chunks"):
+        if self.attention not in (None, *CONTEXT_LAYOUTS):
+            raise PlanError(f"attention={self.attention!r}: use one of {', '.join(CONTEXT_LAYOUTS)}")
+        for name in ("pp", "dp", "cp", "tp", "micro_batch", "loss_chunks"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PlanError(f"{name}={value}: use 1 or more")
@@ -115,16 +120,16 @@ class Space:
 
 
 def enumerate_space(
-    request: Request, cluster: Cluster, layers: int, tps: Collection[int], illegal_tp: Mapping[int, str]
+    request: Request, cluster: Cluster, layers: int, solved: Collection[tuple[int, int]], illegal: Mapping[str, str]
 ) -> Space:
     """Every legal choice on at most `cluster.gpus` GPUs.
 
-    tps: tp sizes for which the model has a solution; illegal_tp: why others have none ("32 heads").
+    solved: (cp, tp) for which the model has a solution; illegal: why others have none ("tp=24" → "32 heads").
     PlanError if the pins contradict the cluster, the batch or each other.
     """
-    check(request, cluster)
-    reasons = _reasons(request, cluster, layers, tps, illegal_tp)
-    meshes = [mesh for mesh in _meshes(cluster.gpus, layers, tps) if _allowed(mesh, request)]
+    check(request, cluster, context=any(cp > 1 for cp, _ in solved))
+    reasons = _reasons(request, cluster, layers, solved, illegal)
+    meshes = [mesh for mesh in _meshes(cluster.gpus, layers, solved) if _allowed(mesh, request)]
     choices = tuple(choice for mesh in meshes for choice in _choices(mesh, request))
     if not choices:
         pinned = f" with {request.pins}" if str(request.pins) else ""
@@ -137,13 +142,13 @@ def enumerate_space(
     return Space(choices, tuple(reasons))
 
 
-def check(request: Request, cluster: Cluster) -> None:
-    """PlanError, with the arithmetic, where pins and cluster or batch cannot go together."""
+def check(request: Request, cluster: Cluster, context: bool = False) -> None:
+    """PlanError, with the arithmetic, where pins and cluster or batch cannot go together. context: cp may be free."""
     pins, gpus, batch = request.pins, cluster.gpus, request.global_batch
     check_precision(request.precision, pins.reduce_dtype)
     if batch < 1 or request.sequence < 1:
         raise PlanError(f"global_batch={batch}, sequence={request.sequence}: use 1 or more of each")
-    sizes = {name: getattr(pins, name) for name in ("pp", "dp", "tp") if getattr(pins, name) is not None}
+    sizes = {name: getattr(pins, name) for name in ("pp", "dp", "cp", "tp") if getattr(pins, name) is not None}
     pinned = 1
     for size in sizes.values():
         pinned *= size
@@ -155,7 +160,7 @@ def check(request: Request, cluster: Cluster) -> None:
         if len(sizes) == 1:
             way += f", or {next(iter(sizes))} one of {_listed(divisors(gpus))}"
         raise PlanError(f"gpus={gpus} is not divisible by {text}{f' = {pinned}' if len(sizes) > 1 else ''}: {way}")
-    if len(sizes) == 3 and pinned != gpus:
+    if len(sizes.keys() - {"cp"}) == 3 and pinned != gpus and not (context and pins.cp is None):
         raise PlanError(f"{text} = {pinned} leaves {gpus - pinned} of gpus={gpus} idle: use gpus={pinned}, or free one")
     samples = (pins.dp or 1) * (pins.micro_batch or 1)
     if batch % samples:
@@ -182,19 +187,17 @@ def _listed(values: list[int]) -> str:
     return ", ".join(map(str, values)) if len(values) <= 12 else ", ".join(map(str, values[:11])) + ", …"
 
 
-def _meshes(gpus: int, layers: int, tps: Collection[int]) -> Iterator[Mesh]:
-    for tp, pp in product(sorted(tps), range(1, layers + 1)):
-        for dp in range(1, gpus // (tp * pp) + 1):
-            yield Mesh(pp=pp, dp=dp, tp=tp)
+def _meshes(gpus: int, layers: int, solved: Collection[tuple[int, int]]) -> Iterator[Mesh]:
+    for (cp, tp), pp in product(sorted(solved), range(1, layers + 1)):
+        for dp in range(1, gpus // (cp * tp * pp) + 1):
+            yield Mesh(pp=pp, dp=dp, cp=cp, tp=tp)
 
 
 def _allowed(mesh: Mesh, request: Request) -> bool:
     pins = request.pins
     if request.coupling and not request.coupling.replicas and mesh.dp > 1:
         return False
-    return request.global_batch % mesh.dp == 0 and all(
-        pins.allows(axis, mesh.size(axis)) for axis in ("pp", "dp", "tp")
-    )
+    return request.global_batch % mesh.dp == 0 and all(pins.allows(axis, mesh.size(axis)) for axis in AXES)
 
 
 def _choices(mesh: Mesh, request: Request) -> Iterator[Choice]:
@@ -225,16 +228,17 @@ def _zeros(dp: int, micro_batches: int, pinned: int | None) -> tuple[int, ...]:
 
 
 def _reasons(
-    request: Request, cluster: Cluster, layers: int, tps: Collection[int], illegal_tp: Mapping[int, str]
+    request: Request, cluster: Cluster, layers: int, solved: Collection[tuple[int, int]], illegal: Mapping[str, str]
 ) -> list[str]:
     """Why sizes that divide the cluster are left out."""
     pins, batch = request.pins, request.global_batch
-    reasons = [f"tp={tp} ({illegal_tp[tp]})" for tp in sorted(illegal_tp)]
+    reasons = [f"{size} ({why})" for size, why in sorted(illegal.items())]
     if request.coupling:
         more = "several micro-batches" if request.coupling.replicas else "dp > 1 and several micro-batches"
         reasons.append(f"{more} ({request.coupling.short})")
-    if pins.tp is not None and pins.tp not in tps and pins.tp not in illegal_tp:
-        reasons.append(f"tp={pins.tp} (no solution; there are {_listed(sorted(tps))})")
+    tps = sorted({tp for _, tp in solved})
+    if pins.tp is not None and pins.tp not in tps and f"tp={pins.tp}" not in illegal:
+        reasons.append(f"tp={pins.tp} (no solution; there are {_listed(tps)})")
     for size in divisors(cluster.gpus):
         if size > layers and pins.allows("pp", size):
             reasons.append(f"pp={size} ({layers} layers)")

@@ -7,7 +7,7 @@ errors = parity(subject, subject.plan(tp=2, pp=2, layout=MEGATRON_SP))
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.compiler import compile_program
+from autopar.compiler import compile_program, cut_sequence
 from autopar.cost_models.hardware import gpu
 from autopar.emit.emission import Predicted
 from autopar.emit.load import load_source
@@ -25,13 +25,14 @@ from autopar.emit.source import model_source
 from autopar.ir.graph import B, Program, S
 from autopar.mesh import Mesh
 from autopar.parity import relative_errors
+from autopar.passes.repeat_heads import RepeatHeads
 from autopar.plan import Optimizer, Plan, Solution
 from autopar.recompute import Again, choice, whole_layers
 from autopar.rules import Axis
 from autopar.runtime.opaque import OpaqueModule
 from autopar.runtime.trainer import Trainer
 from autopar.search.intra_op import solve
-from autopar.search.layouts import MEGATRON, Layout
+from autopar.search.layouts import MEGATRON, RING, Layout, context_axis
 from autopar.search.op_costs import Costs, TimeCosts
 from autopar.trace.opaque import opaque_modules
 from tests import models
@@ -93,6 +94,8 @@ class Subject:
         dp: int = 1,
         tp: int = 1,
         *,
+        cp: int = 1,
+        context: Layout = RING,
         layout: Layout = MEGATRON,
         costs: Costs | None = None,
         micro_batch: int = 4,
@@ -104,8 +107,8 @@ class Subject:
         reduce_dtype: str | None = None,
     ) -> Plan:
         layers = len(self.program.layer_calls)
-        return Plan(
-            mesh=Mesh(pp=pp, dp=dp, tp=tp),
+        plan = Plan(
+            mesh=Mesh(pp=pp, dp=dp, cp=cp, tp=tp),
             global_batch=global_batch,
             micro_batch=micro_batch,
             sequence=sequence,
@@ -115,19 +118,30 @@ class Subject:
             recompute=recomputed(recompute, layers),
             precision=self.precision,
             optimizer=OPTIMIZERS[self.precision],
-            solution=self.solution(tp, layout, micro_batch, sequence, costs),
             reduce_dtype=reduce_dtype,
+            context=Solution(cp, {}, context.name if cp > 1 else ""),
         )
+        plan = replace(plan, context=self.context(plan, context))
+        return replace(plan, solution=self.solution(plan, layout, costs))
 
-    def solution(
-        self, tp: int, layout: Layout, micro_batch: int, sequence: int, costs: Costs | None = None
-    ) -> Solution:
+    def context(self, plan: Plan, layout: Layout) -> Solution:
+        cp = plan.mesh.cp
+        if cp == 1:
+            return Solution(1, {})
+        values = {B: plan.micro_batch, S: plan.sequence}
+        # Of sizes so small the cheapest is to do everything everywhere: priced at those of real models.
+        costs = TimeCosts(gpu("h100-sxm-80gb"), self.precision, cp, {B: 1, S: 8192}, axis="cp")
+        axis = context_axis(cp, values, layout.name, plan.mesh.tp)
+        return solve(RepeatHeads().apply(self.program, plan), axis, costs, layout)
+
+    def solution(self, plan: Plan, layout: Layout, costs: Costs | None = None) -> Solution:
+        tp = plan.mesh.tp
         if tp == 1:
             return Solution(1, {})
-        values = {B: micro_batch, S: sequence}
+        values = {B: plan.micro_batch, S: plan.sequence // plan.mesh.cp}
         axis = Axis("tp", tp, sequence=layout.sequence, values=values)
         costs = costs or TimeCosts(gpu("h100-sxm-80gb"), self.precision, tp, values)
-        return solve(self.program, axis, costs, layout)
+        return solve(cut_sequence(self.program, plan), axis, costs, layout)
 
     def source(self, plan: Plan) -> str:
         return model_source(compile_program(self.program, plan), plan, Predicted())

@@ -61,7 +61,7 @@ def test_random_plans(seed: int) -> None:
 def test_tensor_parallelism_is_inside_each_expert() -> None:
     """Gate and up by rows, down by columns, and the result a summand; nearly all of the work is divided."""
     made = family("mixtral", torch.float64)
-    solution = made.solution(2, MEGATRON, 4, SEQUENCE)
+    solution = made.plan(tp=2, layout=MEGATRON).solution
     node = next(n for _, n in made.program.each_op() if n.target is EXPERTS)
     layer = next(b.name for b, n in made.program.each_op() if n is node)
     strategy = solution.strategies[layer][node.name]

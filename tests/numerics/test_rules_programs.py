@@ -36,7 +36,7 @@ def _solution(program: Program, tp: int, layout: Layout, seed: int) -> Solution:
 
 def _compiled(program: Program, solution: Solution) -> Program:
     stages = ((0, len(program.layer_calls)),)
-    plan = Plan(Mesh(tp=solution.tp), BATCH, BATCH, SEQUENCE, stages, precision="fp64", solution=solution)
+    plan = Plan(Mesh(tp=solution.ranks), BATCH, BATCH, SEQUENCE, stages, precision="fp64", solution=solution)
     return compile_program(program, plan)
 
 

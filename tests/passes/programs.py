@@ -123,6 +123,13 @@ def plan(strategies: str = "", tp: int = 2, stages: tuple[tuple[int, int], ...] 
     return Plan(mesh, 2, 2, 8, stages, schedule, precision="fp64", solution=Solution(tp, chosen), **more)
 
 
+def context_plan(strategies: str = "", cp: int = 2, tp: int = 1, layout: str = "ring", sequence: int = 8) -> Plan:
+    """A plan that cuts sequences, with placements on cp as lines of `plan`."""
+    chosen = plan(strategies, tp=1).solution.strategies
+    mesh = Mesh(cp=cp, tp=tp)
+    return Plan(mesh, 2, 2, sequence, ((0, 1),), precision="fp64", context=Solution(cp, chosen, layout))
+
+
 def typed(program: Program, plan: Plan) -> Program:
     return ShardParameters().apply(program, plan)
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from autopar.compiler import compile_program
-from autopar.passes import PASSES, PREPARE, Pass
+from autopar.passes import CONTEXT, PASSES, PREPARE, Pass
 from tests.models import gpt
 from tests.passes.programs import plan
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("step", [*PREPARE, *PASSES], ids=lambda step: step.name)
+@pytest.mark.parametrize("step", [*PREPARE, *CONTEXT, *PASSES], ids=lambda step: step.name)
 def test_a_pass_is_a_frozen_dataclass_in_a_file_of_its_name_with_a_test(step: Pass) -> None:
     assert dataclasses.is_dataclass(step) and step.__dataclass_params__.frozen
     assert type(step).__module__ == f"autopar.passes.{step.name}"

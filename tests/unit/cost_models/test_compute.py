@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autopar.cost_models.block import op_time_s, price_block
 from autopar.cost_models.collectives import Group
-from autopar.cost_models.compute import op_time_s, price_block, price_model, stage_shape, stage_time
+from autopar.cost_models.compute import price_model, stage_shape, stage_time
 from autopar.cost_models.hardware import gpu
 from autopar.cost_models.layer_costs import B, S
 from autopar.recompute import whole_layers
@@ -30,14 +31,15 @@ def test_memory_bound_ops_ignore_flops() -> None:
 
 def test_small_blocks_wait_for_the_host() -> None:
     block = layer("tiny", 64, 128, 1.0, 1)
-    price = price_block(block, [1], 16, H100, "bf16", Group(1, 1))[0]
+    price = price_block(block, [1], 16, H100, "bf16", {"cp": Group(1, 1), "tp": Group(1, 1)})[0]
     assert price.forward.total_s == pytest.approx(len(block.ops) * H100.launch_s)
     assert price.forward.launch_s > 0.9 * price.forward.total_s
 
 
 def test_prices_are_the_expressions_at_each_micro_batch() -> None:
     block = layer("layer", 1024, 4096, 0.25, 2)
-    for b, price in zip((1, 3), price_block(block, [1, 3], 512, H100, "bf16", Group(2, 2)), strict=True):
+    groups = {"cp": Group(1, 1), "tp": Group(2, 2)}
+    for b, price in zip((1, 3), price_block(block, [1, 3], 512, H100, "bf16", groups), strict=True):
         assert price.saved_bytes == float(block.saved_bytes.subs({B: b, S: 512}))
         assert price.forward.tp_s > 0 and price.parameters == block.parameters
 

@@ -52,7 +52,7 @@ class Smoothed(nn.Module):
 
 def found(budget_gib: float, **pins: Any) -> SearchResult:
     return search(
-        {1: [costs()]}, CLUSTER, global_batch=8, sequence=SEQUENCE, budget_bytes=budget_gib * GIB, pins=Pins(**pins)
+        [costs()], CLUSTER, global_batch=8, sequence=SEQUENCE, budget_bytes=budget_gib * GIB, pins=Pins(**pins)
     )
 
 
@@ -90,7 +90,7 @@ def test_pins() -> None:
     with pytest.raises(PlanError, match="loss_chunks=0: use 1 or more"):
         Pins(loss_chunks=0)
     with pytest.raises(PlanError, match="loss_chunks=2: the loss is no plain sum .*; use loss_chunks=1"):
-        search({1: [costs(0.1)]}, CLUSTER, global_batch=8, sequence=SEQUENCE, pins=Pins(loss_chunks=2))
+        search([costs(0.1)], CLUSTER, global_batch=8, sequence=SEQUENCE, pins=Pins(loss_chunks=2))
 
 
 def test_what_does_not_fit_is_told_with_the_fewest_logits() -> None:

@@ -32,8 +32,8 @@ def small(tp: int, classes: int = 1) -> ModelCosts:
     return model(layers=LAYERS, hidden=2048, ffn=8192, vocabulary=32000, tp=tp, classes=classes)
 
 
-def llama(tps: tuple[int, ...] = (1, 2, 4, 8)) -> dict[int, list[ModelCosts]]:
-    return {tp: [model(tp=tp)] for tp in tps}
+def llama(tps: tuple[int, ...] = (1, 2, 4, 8)) -> list[ModelCosts]:
+    return [model(tp=tp) for tp in tps]
 
 
 def recomputes(layers: int) -> list[tuple[str, ...]]:
@@ -102,13 +102,13 @@ def test_it_finds_what_brute_force_finds(gpus: int, budget_gib: float, classes: 
         for tp in models
         for price in price_model(models[tp][0], [1, 2], SEQUENCE, cluster.hardware, "bf16")
     }
-    choices = enumerate_space(request, cluster, LAYERS, models.keys(), {}).choices
+    choices = enumerate_space(request, cluster, LAYERS, [(1, tp) for tp in models], {}).choices
     best_s = min(
         brute_force(prices[choice.mesh.tp, choice.micro_batch], choice, request, cluster.hardware) for choice in choices
     )
     try:
         found = search(
-            models,
+            [model for of_size in models.values() for model in of_size],
             cluster,
             global_batch=8,
             sequence=SEQUENCE,
@@ -144,7 +144,7 @@ def test_less_memory_is_no_faster() -> None:
 
 def test_the_better_solution_of_a_size_is_chosen() -> None:
     slow = replace(model(tp=2), solution="slow", prologue=replace(model(tp=2).prologue, ops=model().prologue.ops * 50))
-    result = search({2: [slow, model(tp=2)]}, Cluster(16), global_batch=64, sequence=8192, pins=Pins(tp=2))
+    result = search([slow, model(tp=2)], Cluster(16), global_batch=64, sequence=8192, pins=Pins(tp=2))
     assert {c.model.solution for c in result.best} == {"megatron"}
 
 
@@ -192,7 +192,7 @@ def test_groups_free_what_whole_layers_keep() -> None:
 
 
 def test_fewer_gpus_are_said_aloud() -> None:
-    models = {1: [small(1)]}
+    models = [small(1)]
     result = search(models, Cluster(7), global_batch=8, sequence=SEQUENCE)
     used = result.chosen.plan.mesh.world_size
     assert used < 7 and result.notes[0].startswith(f"uses {used} of 7 GPUs: no legal plan that fits uses all 7")
@@ -209,7 +209,7 @@ def test_unknown_optimizers_are_refused_before_the_search() -> None:
 
 
 def test_the_table_and_the_ledger() -> None:
-    result = find(budget_bytes=40 * GIB, illegal_tp={24: "32 heads"})
+    result = find(budget_bytes=40 * GIB, illegal={"tp=24": "32 heads"})
     table = plan_table(result, "LlamaForCausalLM", 8_030_261_248)
     first = table.splitlines()[0]
     assert first == (

@@ -10,10 +10,12 @@ from autopar.mesh import Mesh
 from autopar.rules.coupling import Coupling
 from autopar.search.space import Pins, Request, Space, enumerate_space
 
+SOLVED = [(1, 1), (1, 2), (1, 4), (1, 8)]  # cp, tp
+
 
 def space(gpus: int = 8, batch: int = 16, layers: int = 4, **pins: object) -> Space:
     request = Request(batch, 128, 1e12, pins=Pins(**pins))  # type: ignore[arg-type]
-    return enumerate_space(request, Cluster(gpus), layers, (1, 2, 4, 8), {3: "4 heads"})
+    return enumerate_space(request, Cluster(gpus), layers, SOLVED, {"tp=3": "4 heads"})
 
 
 def test_every_choice_is_legal() -> None:
@@ -54,7 +56,7 @@ def test_pins_and_bans_restrict() -> None:
             "recompute='some': use 'none', 'full', 'attention core', 'attention', 'activation', 'mlp'",
         ),
         ({"recompute": "groups of 0"}, "recompute='groups of 0': use 'none', 'full'"),
-        ({"forbid": {"cp": (2,)}}, "forbid='cp': use one of"),
+        ({"forbid": {"ep": (2,)}}, "forbid='ep': use one of"),
         ({"micro_batch": 0}, "micro_batch=0: use 1 or more"),
     ],
 )
@@ -66,7 +68,7 @@ def test_errors_carry_the_arithmetic_and_the_way_out(arguments: dict[str, object
 def coupled(replicas: bool, **pins: object) -> Space:
     coupling = Coupling("loss couples samples at model.py:7", "    > norm(x)", replicas)
     request = Request(16, 128, 1e12, pins=Pins(**pins), coupling=coupling)  # type: ignore[arg-type]
-    return enumerate_space(request, Cluster(8), 4, (1, 2, 4, 8), {})
+    return enumerate_space(request, Cluster(8), 4, SOLVED, {})
 
 
 def test_coupled_samples_stay_in_one_micro_batch() -> None:

@@ -1,0 +1,42 @@
+"""Functions of the runtime in which ranks meet, as Python: collectives, and attention to a sequence that cp cuts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from ..ir.graph import arguments, node_inputs, op_name
+from ..ir.ops import gathered_attention, is_collective, ring_attention
+from .text import Render, Text, literal
+
+Writer = Callable[[fx.Node, Render], Text]
+
+
+def writer_over_ranks(target: Any) -> Writer | None:
+    """What writes an op of ours that reads values of other ranks; None for other ops."""
+    return _collective if is_collective(target) else _WRITERS.get(target)
+
+
+def _collective(node: fx.Node, render: Render) -> Text:
+    name = op_name(node)
+    keys = {"all_to_all": ("from_dim", "to_dim")}.get(name, ("dim",))
+    value, *dims = arguments(node)
+    shown = "".join(f", {k}={d}" for k, d in zip(keys[: len(dims)], dims, strict=True))
+    text = f'{name}({render(value).source}{shown}, axis="{node.kwargs["axis"]}")'
+    return Text(text, imports=frozenset({f"collectives.{name}"}))
+
+
+def _attention(node: fx.Node, render: Render) -> Text:
+    name = op_name(node)
+    given = [render(n).source for n in node_inputs(node)] + [f'axis="{node.kwargs["axis"]}"']
+    given += [f"{flag}=True" for flag in ("is_causal", "zigzag") if node.kwargs[flag]]
+    given += [f"scale={literal(node.kwargs['scale'])}"] if node.kwargs["scale"] is not None else []
+    return Text(f"{name}({', '.join(given)})", imports=frozenset({f"attention.{name}"}))
+
+
+_WRITERS: dict[Any, Writer] = {
+    ring_attention: _attention,
+    gathered_attention: _attention,
+}

@@ -1,0 +1,109 @@
+"""From a program typed on cp to that of one rank: `s` becomes the length of its part of the sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import sympy
+import torch
+from torch import fx
+
+from autopar.errors import PlanError
+from autopar.ir.graph import COUNT, NodeInfo, Program, Role, S, Shape, info, node_inputs, set_info
+from autopar.ir.ops import gathered_attention, ring_attention
+from autopar.placement import Shard
+from autopar.plan import Plan, nearest_lengths
+from autopar.rules.arguments import option
+
+aten = torch.ops.aten
+
+_ATTENTION = aten.scaled_dot_product_attention.default
+ZIGZAG = ("ring", "all_gather")  # layouts that shard nothing on cp but the sequence, in an order of their own
+
+
+@dataclass(frozen=True)
+class CutSequence:
+    """Shapes and sizes of one rank of cp, conversions over cp as plain ops, attention that knows of other ranks.
+
+    Requires: a program with its conversions over cp. Ensures: no strategy is left, and tp may be typed.
+
+        ids [b, s], x [b, s, d]: S(1)           |   ids [b, 2·s], x [b, s, d]
+        attention(q, k, v): S(2), S(2), S(2)    |   ring_attention(q, k, v, axis="cp", ranks=2)
+        attention(q, k, v, causal): S(2), Rp…   |   gathered_attention(q, k, v, axis="cp")
+    """
+
+    name: ClassVar[str] = "cut_sequence"
+
+    def apply(self, program: Program, plan: Plan | None) -> Program:
+        assert plan is not None
+        ranks = plan.mesh.cp
+        if ranks == 1:
+            return program
+        zigzag = plan.context.name in ZIGZAG and is_causal(program)
+        if zigzag and plan.sequence % (2 * ranks):
+            raise PlanError(
+                f"sequence={plan.sequence} is not divisible by 2 × cp={ranks}, as causal attention needs for equal "
+                f"work on each rank: use {nearest_lengths(plan.sequence, 2 * ranks)}, another cp or attention='ulysses'"
+            )
+        program = program.copy_blocks()
+        for block in program.blocks.values():
+            if block.name == COUNT:  # it reads the whole of what the model is given
+                continue
+            for node in block.ops:
+                if node.target is _ATTENTION:
+                    _cut_attention(node, ranks, zigzag)
+            for node in block.nodes:
+                node.args = _longer(node.args, ranks)
+                node.kwargs = _longer(node.kwargs, ranks)
+                set_info(node, _local(info(node), ranks))
+        inputs = {name: replace(t, shape=_scaled(t.shape, ranks)) for name, t in program.inputs.items()}
+        return replace(program, inputs=inputs, zigzag=zigzag)
+
+
+def is_causal(program: Program) -> bool:
+    """Whether any fused attention is."""
+    return any(n.target is _ATTENTION and option(n, "is_causal") for _, n in program.each_op())
+
+
+def _local(facts: NodeInfo, ranks: int) -> NodeInfo:
+    shape = _scaled(facts.shape, ranks)
+    if facts.strategy is not None and facts.placement.is_shard:
+        dim = facts.placement.dim
+        shape = (*shape[:dim], shape[dim] / ranks, *shape[dim + 1 :])
+    role = Role.OP if facts.role is Role.CONVERT else facts.role
+    context = facts.placement if facts.strategy is not None else None
+    return replace(facts, shape=shape, role=role, strategy=None, context=context)
+
+
+def _scaled(shape: Shape, ranks: int) -> Shape:
+    """A size of the whole sequence by the length of a part."""
+    return tuple(_length(size, ranks) for size in shape)
+
+
+def _length(size: sympy.Expr, ranks: int) -> sympy.Expr:
+    return size.subs(S, ranks * S)
+
+
+def _longer(argument: Any, ranks: int) -> Any:
+    if isinstance(argument, tuple | list):
+        return type(argument)(_longer(a, ranks) for a in argument)
+    if isinstance(argument, dict):
+        return {key: _longer(value, ranks) for key, value in argument.items()}
+    return _length(argument, ranks) if isinstance(argument, sympy.Expr) else argument
+
+
+def _cut_attention(node: fx.Node, ranks: int, zigzag: bool) -> None:
+    """The function that computes fused attention under the node's strategy."""
+    strategy = info(node).strategy
+    assert strategy is not None
+    q, k = strategy.inputs[:2]
+    causal = bool(option(node, "is_causal"))
+    options = {"axis": "cp", "is_causal": causal, "zigzag": zigzag and causal, "scale": option(node, "scale")}
+    if q == k == Shard(2):
+        node.target, node.kwargs = ring_attention, {**options, "ranks": ranks}
+    elif q == Shard(2) and causal:
+        node.target, node.kwargs = gathered_attention, options
+    else:
+        return
+    node.args = tuple(node_inputs(node)[:3])

@@ -1,0 +1,92 @@
+"""cut_sequence: shapes of one rank of cp, attention that knows of the others."""
+
+import pytest
+
+from autopar.errors import PlanError
+from autopar.ir.graph import Program
+from autopar.ir.text import program_text
+from autopar.passes.cut_sequence import CutSequence
+from autopar.passes.insert_conversions import InsertConversions
+from autopar.passes.shard_parameters import ShardParameters
+from autopar.plan import Plan
+from tests.passes.programs import context_plan, read
+
+_LAYER = """
+block Layer:
+  x: [b, s, 8] = value 0
+  w: [8, 8] = parameter w
+  y: [b, s, 8] = linear(x, w)
+  h: [b, s, 2, 4] = reshape(y, [b, s, 2, 4])
+  q: [b, 2, s, 4] = transpose(h, 1, 2)
+  a: [b, 2, s, 4] = scaled_dot_product_attention(q, q, q, None, 0.0, {causal})
+  t: [b, s, 2, 4] = transpose(a, 1, 2)
+  z: [b, s, 8] = reshape(t, [b, s, 8])
+  return z
+
+y1 = Layer(y0)  # layers.0
+y2 = Layer(y1)  # layers.1
+"""
+
+_STRATEGIES = """
+Layer.x: -> S(1)
+Layer.w: -> Rp
+Layer.y: S(1), Rp -> S(1)
+Layer.h: S(1) -> S(1)
+Layer.q: S(1) -> S(2)
+Layer.a: {attention}
+Layer.t: S({after}) -> S({back})
+Layer.z: S(1) -> S(1)
+"""
+
+
+def cut(attention: str, causal: bool, layout: str, after: tuple[int, int] = (2, 1), sequence: int = 8) -> Program:
+    strategies = _STRATEGIES.format(attention=attention, after=after[0], back=after[1])
+    plan: Plan = context_plan(strategies, layout=layout, sequence=sequence)
+    program = read(_LAYER.format(causal=causal))
+    for step in (ShardParameters("cp"), InsertConversions("cp"), CutSequence()):
+        program = step.apply(program, plan)
+    return program
+
+
+def lines_of(program: Program) -> list[str]:
+    return [line.strip() for line in program_text(program).splitlines()]
+
+
+def test_a_ring_has_its_own_part_of_keys_and_values() -> None:
+    program = cut("S(2), S(2), S(2) -> S(2)", causal=True, layout="ring")
+    lines = lines_of(program)
+    assert "h: [b, s, 2, 4] = reshape(y, [b, s, 2, 4])" in lines
+    assert any(line.startswith("a: [b, 2, s, 4] = ring_attention(q, q, q, ") for line in lines)
+    assert program.zigzag and "zigzag=True" in "".join(lines) and "ranks=2" in "".join(lines)
+
+
+def test_keys_and_values_that_are_gathered_have_the_whole_sequence() -> None:
+    lines = lines_of(cut("S(2), Rp, Rp -> S(2)", causal=True, layout="all_gather"))
+    assert "convert: [b, 2, 2*s, 4] = convert(q, S(2), Rp, cp)" in lines
+    assert any(line.startswith("a: [b, 2, s, 4] = gathered_attention(q, convert, convert, ") for line in lines)
+
+
+def test_without_a_mask_gathered_keys_need_no_other_attention() -> None:
+    program = cut("S(2), Rp, Rp -> S(2)", causal=False, layout="all_gather")
+    assert any("= scaled_dot_product_attention(q, convert, convert" in line for line in lines_of(program))
+    assert not program.zigzag
+
+
+def test_heads_are_exchanged_for_the_sequence() -> None:
+    program = cut("S(1), S(1), S(1) -> S(1)", causal=True, layout="ulysses", after=(1, 2))
+    lines = lines_of(program)
+    assert "convert: [b, 1, 2*s, 4] = convert(q, S(2), S(1), cp)" in lines
+    assert "t: [b, 2*s, 1, 4] = transpose(a, 1, 2)" in lines
+    assert "convert_1: [b, s, 2, 4] = convert(t, S(2), S(1), cp)" in lines
+    assert not program.zigzag  # the shards of heads are in order
+
+
+def test_zigzag_needs_an_even_number_of_chunks() -> None:
+    with pytest.raises(PlanError, match="sequence=6 is not divisible by 2 × cp=2.*use 4 or 8"):
+        cut("S(2), S(2), S(2) -> S(2)", causal=True, layout="ring", sequence=6)
+    assert not cut("S(2), S(2), S(2) -> S(2)", causal=False, layout="ring", sequence=6).zigzag
+
+
+def test_one_rank_has_the_whole_sequence() -> None:
+    program = read(_LAYER.format(causal=True))
+    assert CutSequence().apply(program, context_plan(cp=1)) is program
