@@ -76,7 +76,7 @@ def encoder() -> Subject:
 @cache
 def llama() -> Subject:
     """8 query and 2 K/V heads."""
-    sizes = {"hidden_size": 32, "intermediate_size": 72, "num_hidden_layers": 4}
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 72, "num_hidden_layers": 4}
     model, program = models.llama(FP64, **sizes, num_attention_heads=8, num_key_value_heads=2)
     return subject(model, FP64, program)
 
