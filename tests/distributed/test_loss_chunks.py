@@ -11,14 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.cost_models.hardware import gpu
+from autopar.cost_models.describe import describe
+from autopar.cost_models.hardware import Cluster, gpu
+from autopar.cost_models.step_time import estimate
 from autopar.errors import PlanError
 from autopar.ir.graph import B, S
 from autopar.plan import Plan
-from autopar.search.layouts import MEGATRON_SP
+from autopar.runtime.memory import LiveStorage
+from autopar.search.layouts import MEGATRON_SP, replicated
 from autopar.search.op_costs import TimeCosts
 from tests.distributed.half import assert_half
-from tests.distributed.programs import Subject, assert_parity, gpt, llama, parallel, qwen, subject
+from tests.distributed.programs import Subject, assert_parity, gpt, llama, parallel, qwen, subject, trainer_of
+from tests.harness import run_ranks
 
 MODELS: dict[str, Callable[[torch.dtype], Subject]] = {"gpt": gpt, "llama": llama, "qwen2": qwen, "parallel": parallel}
 # A vocabulary of 97: over tp2 49 and 48 columns, in 3 slices 17, 17 and 15.
@@ -100,3 +104,46 @@ def test_a_loss_that_cannot_be_sliced_is_refused_with_its_reason() -> None:
     made = subject(Smoothed(), torch.float64)
     with pytest.raises(PlanError, match="loss_chunks=2: .*label smoothing"):
         made.source(replace(made.plan(), loss_chunks=2))
+
+
+class Wide(nn.Module):
+    """Logits that are nearly all of a step's memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(97, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.Linear(8, 4099, bias=False)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_holds_as_much_less_as_the_ledger_says(dtype: torch.dtype) -> None:
+    """M1: the peak of whole steps, with whole logits and in 8 slices: they differ by the ledger's line for logits."""
+    made = subject(Wide(), dtype)
+    plans = [replace(made.plan(micro_batch=12), loss_chunks=chunks) for chunks in (1, 8)]
+    costs = describe(made.program, replicated(made.program), {B: 12, S: 16})
+    estimates = [estimate(costs, plan, Cluster(1)).stages[0].memory for plan in plans]
+    logits = [sum(t.size_bytes for t in terms if t.name.startswith("logits")) for terms in estimates]
+    sources, weights, batch = [made.source(plan) for plan in plans], made.weights, made.batches[0]
+
+    def peaks(rank: int) -> list[int]:
+        found = []
+        for source in sources:
+            with LiveStorage() as storage:
+                trainer = trainer_of(source, weights)
+                trainer.step(batch)
+                storage.reset()
+                before = storage.peak
+                trainer.step(batch)
+                found.append(int(storage.peak - before))
+        return found
+
+    ((whole, sliced),) = run_ranks(1, peaks)
+    assert whole - sliced == pytest.approx(logits[0] - logits[1], rel=0.1)
+    assert sliced < 12 * 16 * 4099 * 4  # the logits of the loss, once

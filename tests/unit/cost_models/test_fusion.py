@@ -9,10 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import autopar
 from autopar.compiler import prepare
 from autopar.cost_models.describe import describe
 from autopar.cost_models.layer_costs import LayerCosts
 from autopar.ir.graph import B, S
+from autopar.plan import Plan
 from autopar.search.layouts import replicated
 
 WIDTH, TOKENS = 8, 2 * 16
@@ -98,3 +100,19 @@ def test_products_are_priced_as_without_compile() -> None:
     plain, compiled = ([op for op in layer(body, on).ops if op.kind == "matmul"] for on in (False, True))
     assert plain == compiled
     assert layer(body).saved_bytes == layer(body, False).saved_bytes
+
+
+def test_the_plan_says_so() -> None:
+    """In model.py, in plan.yaml, and beside the ledger."""
+    ids = torch.zeros(2, 16, dtype=torch.long)
+    given = {"input_ids": ids, "labels": ids}
+    model = Model(lambda linear, x: x + F.gelu(linear(F.layer_norm(x, (WIDTH,)))))
+    eager, compiled = (
+        autopar.parallelize(model, gpus=1, gpu="h100-sxm-80gb", inputs=given, global_batch=2, compile=on)
+        for on in (False, True)
+    )
+    assert compiled.plan.compile and not eager.plan.compile
+    assert "compile=True," in compiled.source() and "compile" not in eager.source()
+    assert Plan.from_dict(compiled.plan.to_dict()).compile
+    assert "priced as one kernel" in compiled.explain() and "one kernel" not in eager.explain()
+    assert compiled.estimate.step_time_s < eager.estimate.step_time_s
