@@ -17,10 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autopar.rules.data_axis import data_types
 from autopar.runtime.data_parallel import local_part
 from autopar.runtime.precision import LossScale
 from autopar.runtime.trainer import Trainer
-from tests.distributed.half import SCALE, expected_losses
+from tests.distributed.families import family
+from tests.distributed.half import SCALE, assert_half, expected_losses
 from tests.distributed.programs import VOCABULARY, Subject, compare, gpt, local_batch, subject, trainer_of, worst
 from tests.harness import RankError, run_ranks
 
@@ -300,3 +302,10 @@ def test_p15_a_loss_of_1e_6_reaches_every_gradient_through_a_pipeline() -> None:
         assert zeros(gradients) < 0.02
         assert compare(gradients, exact)[0] < 0.05
     assert all(zeros(gradients) > 0.5 for _, gradients in run_ranks(2, on_rank, 1.0))
+
+
+def test_t5s_guard_against_infs_couples_no_samples() -> None:
+    """It clamps where any value of the batch is inf: here each element alone, so plans stay free."""
+    t5 = family("t5", FP16)
+    assert data_types(t5.program).coupling is None
+    assert_half(t5, t5.plan(dp=2, micro_batch=3))
