@@ -15,7 +15,7 @@ from autopar.errors import PlanError
 from autopar.mesh import Mesh
 from autopar.recompute import Again, by_layer, choice
 
-_LARGEST_GROUP = 8
+_GROUPS = (2, 3, 4, 6, 8)  # sizes that are searched
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ class ModelPrice:
 
     @cached_property
     def choices(self) -> tuple[tuple[str, ...], ...]:
-        """[class]: what may be recomputed of its layers; groups of up to 8 of those that follow each other."""
+        """[class]: what may be recomputed of its layers; groups of those that follow each other."""
         return tuple(
-            (*block.again, *(f"groups of {k}" for k in range(2, min(self.longest_chains[i], _LARGEST_GROUP) + 1)))
+            (*block.again, *(f"groups of {k}" for k in _GROUPS if k <= self.longest_chains[i]))
             for i, block in enumerate(self.classes)
         )
 

@@ -2,8 +2,8 @@
 
 A knapsack of layer classes: a recomputed layer of a class costs time and frees bytes of every micro-batch in flight;
 but what is recomputed at once is whole again in backward, so the largest of the choices used sets the workspace. The
-layers of a class on a stage take two choices at most, "nothing" among them: a third could win less than one layer's
-recompute, and would be hard to read.
+layers of a class on a stage take two choices at most, "nothing" among them, and groups of one size: a third could win
+less than one layer's recompute, and would be hard to read.
 """
 
 from __future__ import annotations
@@ -53,8 +53,10 @@ def cheapest(
     best: tuple[float, tuple[Chosen, ...]] | None = None
     for limit in sorted({option.workspace_bytes for own in classes for option in own.options if own.count}):
         need = saved_bytes + max(workspace_bytes, limit) - room_bytes
-        usable = [tuple(undominated([o for o in own.options if o.workspace_bytes <= limit])) for own in classes]
-        found = _cover([(own.count, options) for own, options in zip(classes, usable, strict=True)], need)
+        within = [(own.count, [o for o in own.options if o.workspace_bytes <= limit]) for own in classes]
+        if sum(count * max([0.0, *(o.frees_bytes for o in options)]) for count, options in within) < need * _TIE:
+            continue
+        found = _cover([(count, tuple(undominated(options))) for count, options in within], need)
         if found is not None and (best is None or found[0] < best[0]):
             best = found
     return None if best is None else best[1]
@@ -104,6 +106,8 @@ def _least(count: int, options: tuple[Option, ...], need_bytes: float) -> tuple[
     best: tuple[float, Chosen] | None = None
     for base, option in _pairs(options):
         base_bytes = base.frees_bytes if base else 0.0
+        if count * option.frees_bytes < need_bytes * _TIE:
+            continue  # not even if all layers took it
         gain = option.frees_bytes - base_bytes
         least = ceil((need_bytes - count * base_bytes) / gain * _TIE)
         taken = next(iter(_taken(count, base, option, least)), None)
@@ -128,7 +132,8 @@ def _pairs(options: Sequence[Option]) -> Iterator[tuple[Option | None, Option]]:
     """(what the other layers do, what some do), the second freeing more; None for nothing."""
     for option in options:
         yield None, option
-        yield from ((base, option) for base in options if base.frees_bytes < option.frees_bytes)
+        others = (o for o in options if o.frees_bytes < option.frees_bytes and min(o.group, option.group) == 1)
+        yield from ((base, option) for base in others)
 
 
 def _taken(count: int, base: Option | None, option: Option, least: int) -> Iterator[int]:

@@ -30,13 +30,14 @@ Mix = list[tuple[Option, int]]
 
 
 def mixes(own: ClassOptions) -> Iterator[Mix]:
-    """Every way to recompute layers of a class by at most two choices, none of them counting as one."""
+    """Every way to recompute layers of a class by two choices at most, nothing being one, and groups of one size."""
     yield []
     for one in own.options:
         for n in range(one.group, own.count + 1, one.group):
             yield [(one, n)]
             rest = own.count - n
-            yield from ([(one, n), (two, rest)] for two in own.options if rest and rest % two.group == 0)
+            others = (two for two in own.options if min(one.group, two.group) == 1)
+            yield from ([(one, n), (two, rest)] for two in others if rest and rest % two.group == 0)
 
 
 def enumerate_cheapest(

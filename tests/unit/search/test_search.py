@@ -166,7 +166,7 @@ def test_pinned_recompute_is_kept() -> None:
 
 def test_layers_that_follow_each_other_are_recomputed_in_groups() -> None:
     """32 layers on 2 stages, 16 of them in groups of 5 where a pin says so; the rest of each stage by itself."""
-    chained = {2: [replace(model(tp=2), chains=(0,) * 32)]}
+    chained = [replace(model(tp=2), chains=(0,) * 32)]
     pins = Pins(pp=2, tp=2, dp=16, recompute="groups of 5")
     found = search(chained, Cluster(64), global_batch=512, sequence=8192, pins=pins).chosen.plan
     groups = [(again.start, again.stop) for again in found.recompute if again.group == 5]
@@ -177,7 +177,7 @@ def test_layers_that_follow_each_other_are_recomputed_in_groups() -> None:
 
 def test_groups_free_what_whole_layers_keep() -> None:
     """With little memory and many micro-batches in flight the inputs of the layers are too much: groups share them."""
-    chained = {1: [replace(model(vocabulary=1000), chains=(0,) * 32)]}
+    chained = [replace(model(vocabulary=1000), chains=(0,) * 32)]
 
     def found(budget_bytes: float, recompute: str | None) -> SearchResult:
         pins = Pins(pp=4, tp=1, dp=1, micro_batch=4, schedule="gpipe", recompute=recompute)
