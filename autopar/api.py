@@ -71,10 +71,10 @@ def parallelize(
     loss: (outputs, batch) → scalar, where forward returns no loss. sequence: tokens; global_batch: samples.
     compile=True: the layers run under torch.compile.
     batch_norm="synchronise": its statistics are those of all replicas' samples, in one micro-batch; else refused.
-    pins (pp, dp, cp, tp, zero, micro_batch, schedule, recompute, loss_chunks) fix a choice, forbid={"zero": [3]} bans
-    some; attention="ring", "ulysses" or "all_gather" fixes how the ranks of cp attend to the whole sequence;
-    reduce_dtype="bf16" sums the gradients of replicas in the compute dtype rather than in fp32;
-    sequence_parallel=True or False fixes Megatron's layout with or without sequence parallelism.
+    pins (pp, dp, cp, tp, zero, hsdp, offload, micro_batch, schedule, recompute, loss_chunks) fix a choice,
+    forbid={"zero": [3]} bans some; sequence_parallel=True or False fixes Megatron's layout with or without it.
+    attention="ring", "ulysses" or "all_gather" fixes how the ranks of cp attend to the whole sequence;
+    reduce_dtype="bf16" sums the gradients of replicas in the compute dtype rather than in fp32.
     Raises PlanError (a ValueError) naming what is wrong, where, and the way out.
     """
     job = make_job(

@@ -30,7 +30,8 @@ from .trace.named import named_function, named_model
 from .verification.folder import verify_folder
 
 _PINS = (
-    "pp", "dp", "cp", "tp", "zero", "micro_batch", "schedule", "recompute", "loss_chunks", "reduce_dtype", "attention"
+    "pp", "dp", "cp", "tp", "zero", "hsdp", "offload", "micro_batch", "schedule", "recompute", "loss_chunks",
+    "reduce_dtype", "attention",
 )  # fmt: skip
 _OF_THE_PLAN = (
     "sequence", "global_batch", "precision", "optimizer", "lr", "sequence_parallel", "forbid", "compile", *_PINS
@@ -189,10 +190,7 @@ def _of_plan(args: argparse.Namespace, plan: Plan) -> Parallelized:
         sequence_parallel=_LAYOUTS.get(plan.solution.name),
         attention=plan.context.name or None,
         **{name: getattr(plan.mesh, name) for name in AXES},
-        **{
-            name: getattr(plan, name)
-            for name in ("zero", "micro_batch", "schedule", "recompute", "loss_chunks", "reduce_dtype")
-        },
+        **{name: getattr(plan, name) for name in _PINS if name not in (*AXES, "attention")},
     )
     return with_given(result, plan)
 
@@ -204,8 +202,12 @@ def _forbidden(given: Sequence[str]) -> dict[str, list[Any]]:
         name, equals, value = text.partition("=")
         if not equals:
             raise PlanError(f"--forbid {text}: write name=value, as in --forbid zero=3")
-        forbid.setdefault(name.replace("-", "_"), []).append(int(value) if value.isdigit() else value)
+        forbid.setdefault(name.replace("-", "_"), []).append(_value(value))
     return forbid
+
+
+def _value(text: str) -> Any:
+    return {"true": True, "false": False}.get(text.lower(), int(text) if text.isdigit() else text)
 
 
 # --------------------------------------------------------------------------------
@@ -265,6 +267,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         pins(f"--{name}", type=int, metavar="N", help=what)
     pins("--attention", choices=CONTEXT_LAYOUTS, help="how the ranks of cp attend to the whole sequence")
     pins("--zero", type=int, choices=(0, 1, 2, 3), help="what replicas share out: states, gradients, parameters")
+    pins("--hsdp", type=int, metavar="RANKS", help="that share out one copy, the groups being replicas (default: all)")
+    pins("--offload", action=argparse.BooleanOptionalAction, help="masters, states and the optimizer on the host")
     pins("--micro-batch", type=int, metavar="SAMPLES", help="samples of a micro-batch")
     pins("--schedule", choices=SCHEDULES, help="of the pipeline")
     pins(

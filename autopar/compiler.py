@@ -95,7 +95,7 @@ def _check_units(program: Program, plan: Plan) -> None:
             raise PlanError(
                 f"pp={plan.mesh.pp}: {name} is read outside its layer, on a stage that has it not: use pp=1"
             )
-        if plan.zero == 3 and plan.mesh.dp > 1:
+        if plan.zero == 3:
             raise PlanError(
                 f"zero=3: {name} is read outside its layer, where ZeRO-3 has only shards: use zero=0, 1 or 2"
             )

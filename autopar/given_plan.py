@@ -8,7 +8,7 @@ from dataclasses import replace
 from .api import Parallelized
 from .compiler import compile_program, cut_sequence
 from .cost_models.compute import price_model
-from .cost_models.step_time import estimate_price
+from .cost_models.step_time import estimate_price, host_room_bytes
 from .errors import InfeasibleError, PlanError
 from .ir.graph import Program
 from .plan import CONTEXT_LAYOUTS, Plan
@@ -63,6 +63,12 @@ def _priced(result: Parallelized, plan: Plan) -> Parallelized:
         raise InfeasibleError(
             f"the plan needs {gib(estimate.peak_bytes)} a GPU, {short} more than the budget of "
             f"{gib(request.budget_bytes)}: give --memory, or edit zero, recompute, micro_batch or stages"
+        )
+    kept, room = max(stage.host_bytes for stage in estimate.stages), host_room_bytes(hardware)
+    if kept > room:
+        raise InfeasibleError(
+            f"the plan keeps {gib(kept)} a GPU on the host, and a GPU's share of its node is {gib(room)}: "
+            "edit offload, hsdp or the mesh"
         )
     found = replace(result.result, best=(Candidate(plan, costs, estimate),))
     return replace(result, solutions=solutions, result=found)

@@ -55,6 +55,8 @@ class Plan:
     again, by ranges of layers in ascending order. Batch sizes count samples, `sequence` tokens. `reduce_dtype`:
     in which replicas sum gradients, if not in that of the master weights.
     `solution` holds the placements on tp, of the program that `context`, those on cp, leaves to each of its ranks.
+    `hsdp`: ranks that share out one copy of what ZeRO shards, the groups being replicas (None: all data ranks).
+    `offload`: what ZeRO shards is kept in the host's memory, where the optimizer runs.
     """
 
     mesh: Mesh
@@ -64,6 +66,8 @@ class Plan:
     stages: tuple[tuple[int, int], ...]
     schedule: str = "none"
     zero: int = 0
+    hsdp: int | None = None
+    offload: bool = False
     recompute: tuple[Again, ...] = ()
     precision: str = "bf16"
     optimizer: Optimizer = Optimizer()
@@ -77,6 +81,16 @@ class Plan:
     def accumulation(self) -> int:
         """Micro-batches a step on each data-parallel rank."""
         return self.global_batch // (self.micro_batch * self.mesh.dp)
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share out one copy of what ZeRO shards; without ZeRO, all data ranks."""
+        return self.hsdp or self.mesh.dp * self.mesh.cp
+
+    @property
+    def sharding(self) -> str:
+        """3, 3 hsdp8, 3 hsdp8 offload: the ZeRO stage with its groups and place."""
+        return sharding_text(self.zero, self.hsdp, self.offload)
 
     def __post_init__(self) -> None:
         sizes = {axis: self.mesh.size(axis) for axis in AXES}
@@ -107,6 +121,8 @@ class Plan:
         if self.zero not in (0, 1, 2, 3):
             raise PlanError(f"zero={self.zero!r}: use 0, 1, 2 or 3")
         check_precision(self.precision, self.reduce_dtype)
+        if fault := sharding_fault(self.mesh, self.zero, self.hsdp, self.offload):
+            raise PlanError(fault)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for YAML and JSON; `from_dict` is the inverse."""
@@ -118,6 +134,8 @@ class Plan:
             "stages": [list(stage) for stage in self.stages],
             "schedule": self.schedule,
             "zero": self.zero,
+            "hsdp": self.hsdp,
+            "offload": self.offload,
             "recompute": to_plain(self.recompute),
             "loss_chunks": self.loss_chunks,
             "compile": self.compile,
@@ -149,6 +167,8 @@ class Plan:
             stages=tuple((start, stop) for start, stop in data["stages"]),
             schedule=data["schedule"],
             zero=data["zero"],
+            hsdp=data.get("hsdp"),
+            offload=data.get("offload", False),
             recompute=from_plain(data["recompute"]),
             precision=data["precision"],
             reduce_dtype=data.get("reduce_dtype"),
@@ -199,6 +219,28 @@ def _read_solution(ranks: int, placements: Mapping[str, Mapping[str, str]], name
         block: {node: Strategy.parse(text) for node, text in nodes.items()} for block, nodes in placements.items()
     }
     return Solution(ranks, strategies, name)
+
+
+def sharding_text(zero: int, hsdp: int | None, offload: bool) -> str:
+    """3, 3 hsdp8, 3 hsdp8 offload."""
+    return f"{zero}{f' hsdp{hsdp}' if hsdp else ''}{' offload' if offload else ''}"
+
+
+def sharding_fault(mesh: Mesh, zero: int, hsdp: int | None, offload: bool) -> str:
+    """Why what ZeRO shards cannot be grouped or offloaded so, with the way out; "" where it can."""
+    if offload and zero == 0:
+        return "offload with zero=0: whole masters and states of every rank would fill the host; use zero=1, 2 or 3"
+    if hsdp is None:
+        return ""
+    if zero == 0:
+        return f"hsdp={hsdp} with zero=0: ZeRO-0 shards nothing; use zero=1, 2 or 3, or leave hsdp out"
+    data = mesh.dp * mesh.cp
+    if hsdp > 1 and data % hsdp == 0:
+        return ""
+    ranks = f"{data} data ranks (dp={mesh.dp} × cp={mesh.cp})"
+    legal = ", ".join(str(n) for n in range(2, data + 1) if data % n == 0)
+    why = "a group of one shards nothing" if hsdp == 1 else f"it does not divide the {ranks}"
+    return f"hsdp={hsdp}: {why}; use {f'one of {legal}' if legal else 'several data ranks'}, or leave hsdp out"
 
 
 def _plain(kwargs: Mapping[str, Any]) -> dict[str, Any]:

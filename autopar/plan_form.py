@@ -66,11 +66,19 @@ def _placements(value: Any) -> bool:
     return all(isinstance(text, str) for nodes in value.values() for text in nodes.values())
 
 
+def _whole_or_none(value: Any) -> bool:
+    return value is None or _whole(value)
+
+
+def _flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
 def _text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-_OPTIONAL = {"layout", "loss_chunks", "compile", "reduce_dtype", "context", "context_placements"}
+_OPTIONAL = {"layout", "loss_chunks", "compile", "reduce_dtype", "context", "context_placements", "hsdp", "offload"}
 FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "mesh": (_mesh, "a whole number for each of pp, dp, cp and tp, as {pp: 1, dp: 2, cp: 1, tp: 4}"),
     "global_batch": (_whole, "a whole number of samples"),
@@ -79,6 +87,8 @@ FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "stages": (_stages, "a layer range [start, stop] for each stage, as [[0, 12], [12, 24]]"),
     "schedule": (_text, "the name of a schedule"),
     "zero": (_whole, "0, 1, 2 or 3"),
+    "hsdp": (_whole_or_none, "a whole number of ranks that share out one copy, or null for all data ranks"),
+    "offload": (_flag, "true or false"),
     "recompute": (
         is_plain,
         f"what to recompute of which layers, as {{0-11: mlp, 12: layer}}, or {{}} for none; words: {FORM}",

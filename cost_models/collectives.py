@@ -44,6 +44,13 @@ def axis_group(mesh: Mesh, axis: str, gpus_per_node: int) -> Group:
     return Group(ranks, max(1, min(ranks, gpus_per_node // inner[axis])))
 
 
+def sharding_groups(mesh: Mesh, shards: int, gpus_per_node: int) -> tuple[Group, Group]:
+    """Ranks of the data axis that share out one copy, neighbours, and ranks that hold the same part of theirs."""
+    copies = mesh.dp * mesh.cp // shards
+    within = max(1, min(shards, gpus_per_node // mesh.tp))
+    return Group(shards, within), Group(copies, max(1, min(copies, gpus_per_node // (mesh.tp * shards))))
+
+
 def collective_time_s(collective: str, size_bytes: float, group: Group, hardware: Hardware) -> float:
     """Seconds of one collective on `size_bytes`, the whole (gathered) tensor; 0 for a group of one.
 

@@ -1,7 +1,9 @@
 """Time of communication over the data axis, and how much of it delays the step.
 
 When collectives run, by ZeRO stage (DESIGN §6): 0 and 1 reduce in the last backward, 2 and 3 in each; 1 and 2
-gather parameters in the first forward, 3 in every forward and every backward.
+gather parameters in the first forward, 3 in every forward and every backward. Between the groups of hsdp the reduced
+parts are all-reduced in the last backward. With offload a gather follows the copy of this rank's masters to the device,
+and a reduction is followed by the copy of its part to the host, over PCIe each way.
 """
 
 from __future__ import annotations
@@ -9,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from autopar.cost_models.collectives import axis_group, collective_time_s
-from autopar.cost_models.compute import ModelPrice, StageShape, stage_blocks
-from autopar.cost_models.memory import root_parameters
+from autopar.cost_models.compute import BlockPrice, ModelPrice, StageShape, stage_blocks
+from autopar.cost_models.memory import end_parameters
 from autopar.cost_models.overlap import Overlap, gathers, reductions
 from autopar.cost_models.setting import Setting
 
@@ -40,26 +42,30 @@ def _values_time_s(price: ModelPrice, shape: StageShape, setting: Setting) -> fl
 
 def _gradient_time(price: ModelPrice, shape: StageShape, setting: Setting) -> DataTime:
     sync_s = sum(block.sync_s * count for block, count, _ in stage_blocks(price, shape))
-    if setting.data_group.ranks == 1:
+    if setting.data_group.ranks == 1 and not setting.offload:
         sync = Overlap(sync_s)
         return DataTime(each_backward=sync) if setting.zero >= 2 else DataTime(last_backward=sync)
-    units = _units(price, shape, setting)
-    share = setting.hardware.overlap
+    units, share = _units(price, shape, setting), setting.hardware.overlap
     forward = gathers([unit.forward_s for unit in units], [unit.gather_s for unit in units], share)
-    backward_s = [unit.backward_s for unit in reversed(units)]
-    reduce_s = [unit.reduce_s for unit in reversed(units)]
+    units.reverse()
+    backward_s, reduce_s = [unit.backward_s for unit in units], [unit.reduce_s for unit in units]
+    copies = reductions(backward_s, [unit.copies_s for unit in units], share)
+    waited = Overlap()
+    if not setting.states.reduces_behind_backward:
+        waited, reduce_s = Overlap(sum(reduce_s)), [0.0] * len(units)
     if setting.zero == 3:
         # One stream carries this unit's reduction and the next one's gather; the first gather is exposed.
-        gather_s = [unit.gather_s for unit in reversed(units)]
-        queue = [reduce + following for reduce, following in zip(reduce_s, [*gather_s[1:], 0.0], strict=True)]
-        backward = reductions(backward_s, queue, share) + Overlap(gather_s[0] + sync_s)
-        return DataTime(each_forward=forward, each_backward=backward)
-    backward = reductions(backward_s, reduce_s, share) + Overlap(sync_s)
+        gather_s = [unit.gather_s for unit in units]
+        following = [*gather_s[1:], 0.0]
+        queue = [reduce + gather for reduce, gather in zip(reduce_s, following, strict=True)]
+        backward = reductions(backward_s, queue, share) + waited + Overlap(gather_s[0] + sync_s)
+        return DataTime(each_forward=forward, each_backward=backward, last_backward=copies)
+    backward = reductions(backward_s, reduce_s, share) + waited + Overlap(sync_s)
     if setting.zero == 0:
         return DataTime(last_backward=backward)
     if setting.zero == 1:
-        return DataTime(first_forward=forward, last_backward=backward)
-    return DataTime(first_forward=forward, each_backward=backward)
+        return DataTime(first_forward=forward, last_backward=backward + copies)
+    return DataTime(first_forward=forward, each_backward=backward, last_backward=copies)
 
 
 @dataclass(frozen=True)
@@ -70,29 +76,34 @@ class _Unit:
     backward_s: float
     gather_s: float
     reduce_s: float
+    copies_s: float  # all-reduce of the reduced parts between the groups of hsdp, once a step
 
 
 def _units(price: ModelPrice, shape: StageShape, setting: Setting) -> list[_Unit]:
-    """The root first (gathered before all, reduced after all), then a unit a layer."""
-    states, group, hardware = setting.states, setting.data_group, setting.hardware
+    """In the order they are gathered: what both ends read, what precedes the layers, a unit a layer, what follows."""
+    states, hardware = setting.states, setting.hardware
+    group, copies = setting.sharding_groups
     reduction = "all_reduce" if setting.zero == 0 else "reduce_scatter"
+    host = hardware.host if setting.offload else None
 
-    def unit(forward_s: float, backward_s: float, parameters: int) -> _Unit:
+    def unit(parameters: int, block: BlockPrice | None = None, again_s: float = 0.0, size: int = 1) -> _Unit:
+        parameters *= size
+        part_bytes = parameters * states.master_bytes / states.shards
+        over_pcie_s = part_bytes / host.link_bytes_per_s if host else 0.0
+        forward_s, backward_s = (block.forward.total_s, block.backward.total_s) if block else (0.0, 0.0)
         return _Unit(
-            forward_s,
-            backward_s,
-            collective_time_s("all_gather", parameters * states.compute_bytes, group, hardware),
-            collective_time_s(reduction, parameters * states.reduce_bytes, group, hardware),
+            size * forward_s,
+            size * (backward_s + again_s),
+            over_pcie_s + collective_time_s("all_gather", parameters * states.compute_bytes, group, hardware),
+            over_pcie_s + collective_time_s(reduction, parameters * states.reduce_bytes, group, hardware),
+            collective_time_s("all_reduce", parameters * states.reduce_bytes / states.shards, copies, hardware),
         )
 
-    root, _ = root_parameters(price, shape)
-    first = price.prologue if shape.first else None
-    units = [unit(first.forward.total_s if first else 0.0, first.backward.total_s if first else 0.0, root)]
+    ends = end_parameters(price, shape)
+    units = [unit(ends.shared), unit(ends.first, price.prologue if shape.first else None)]
     for block, count, chosen in zip(price.classes, shape.counts, shape.recomputed, strict=True):
-        forward_s, backward_s = block.forward.total_s, block.backward.total_s
         for what, n in chosen:  # a group is one unit
             again = block.recomputed(what)
-            longer_s, size = backward_s + again.time.total_s, again.group
-            units += [unit(size * forward_s, size * longer_s, size * block.parameters)] * (n // size)
-        units += [unit(forward_s, backward_s, block.parameters)] * (count - sum(n for _, n in chosen))
-    return units
+            units += [unit(block.parameters, block, again.time.total_s, again.group)] * (n // again.group)
+        units += [unit(block.parameters, block)] * (count - sum(n for _, n in chosen))
+    return [*units, unit(ends.last, price.epilogue if shape.last else None)]

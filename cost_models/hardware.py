@@ -28,11 +28,20 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Host:
+    """A GPU's share of its node's CPU side: usable bytes, achieved bytes/s of its memory, and of PCIe each way."""
+
+    memory_bytes: float
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+
+
+@dataclass(frozen=True)
 class Hardware:
     """One GPU (or one process on a CPU) and its links.
 
     Efficiencies are achieved shares of the peak; `overlap` is the share of a collective that can be hidden
-    behind computing (0 on a CPU, whose cores do both).
+    behind computing (0 on a CPU, whose cores do both). `host` is None where the device is the host itself.
     """
 
     name: str
@@ -51,6 +60,7 @@ class Hardware:
     communicator_bytes: float
     allocator_slack: float  # reserved over allocated, minus one
     overlap: float = 1.0
+    host: Host | None = None
     source: str = ""
 
     @property
@@ -176,6 +186,11 @@ def _entry(
         context_bytes=common["context_gib"] * GIB,
         communicator_bytes=common["communicator_gib"] * GIB,
         allocator_slack=common["allocator_slack"],
+        host=Host(
+            node["host_gib"] * GIB * common["host_usable"] / node["gpus"],
+            node["host_gbps"] * 1e9 * common["host_achieved"] / node["gpus"],
+            row["pcie"]["achieved_gbps"] * 1e9,
+        ),
         source=f"{row['src']}; node: {node['src']}",
     )
 

@@ -8,7 +8,10 @@ those of the reduction (w, or c if so pinned) while whole, w as shards and once 
     0     half cP (else the master)  whole             whole                       –
     1     cP                         1/D               whole if m > 1, else 1/D    –
     2     cP                         1/D               1/D                         –
-    3     –                          1/D               1/D                         unit, next unit, root
+    3     –                          1/D               1/D                         unit, next unit, shared ends
+
+With hsdp D is the ranks of a group. With offload masters, states and reduced gradients lie on the host (`host_ledger`),
+but those that wait for the other groups of hsdp; a unit's part passes through the device on its way.
 
 Activations are held for every micro-batch in flight; torch.distributed.pipelining keeps a receive buffer for
 each micro-batch of a step, both ways (stage.py `_create_act_recv_info`, `_create_grad_recv_info`).
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from autopar.cost_models.block import AgainPrice, BlockPrice
 from autopar.cost_models.compute import ModelPrice, StageShape, stage_blocks
@@ -27,6 +31,8 @@ from autopar.plan import MASTERS, Optimizer
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 BUCKET_BYTES = 25 * 2**20  # of the all-reduce outside fully_shard
+# torch's allocator of pinned memory rounds each tensor up to a power of two: 1/ln 2 on average over sizes.
+_PINNED_ROUNDING = 0.44
 
 
 @dataclass(frozen=True)
@@ -43,10 +49,12 @@ class States:
 
     zero: int
     micro_batches: int
-    shards: int  # ranks of the data axis (dp × cp)
+    shards: int  # ranks that share out one copy: of the data axis (dp × cp), or of a group of hsdp
     precision: str
     optimizer: Optimizer = Optimizer()
     reduce_dtype: str | None = None  # of gradients; None: of the masters
+    copies: int = 1  # groups of hsdp
+    offload: bool = False
 
     @property
     def compute_bytes(self) -> int:
@@ -71,14 +79,28 @@ class States:
         """Between micro-batches, unsharded."""
         return self.zero == 0 or (self.zero == 1 and self.micro_batches > 1)
 
+    @property
+    def waits_for_copies(self) -> bool:
+        """Reduced gradients stay on the device between micro-batches, until the groups of hsdp add theirs."""
+        return self.copies > 1 and self.zero >= 2 and self.micro_batches > 1
+
+    @property
+    def reduces_behind_backward(self) -> bool:
+        """Reductions run while backward computes: not the buckets outside fully_shard, which follow it, nor where
+        the host adds up what each micro-batch brings, for which backward waits (torch copies without a stream then).
+        """
+        on_host = self.offload and self.zero >= 2 and self.micro_batches > 1 and not self.waits_for_copies
+        return self.has_copy and not on_host
+
 
 @dataclass(frozen=True)
 class StageMemory:
     """One stage: elements a rank holds before data sharding; bytes of one micro-batch, recompute chosen."""
 
     parameters: int
-    root_parameters: int  # in no layer: embedding, final norm, head
-    largest_layer_parameters: int  # of one unit: a layer, or a group of layers recomputed as one
+    root_parameters: int  # read before and after the layers (a tied embedding): gathered from the first to the last use
+    # Gathered in this order: what precedes the layers, the largest ones (or groups recomputed as one), what follows.
+    unit_parameters: tuple[int, ...]
     saved_bytes: float
     transient_bytes: float  # beside what is saved: workspace, one recomputed layer
     in_flight: int
@@ -101,26 +123,26 @@ def stage_memory(price: ModelPrice, shape: StageShape, in_flight: int, receives_
     for block, count, again in blocks:
         saved += count * block.saved_bytes - sum(n * (block.saved_bytes - choice.saved_bytes) for choice, n in again)
     layer_peak = max((again_bytes(block, [choice for choice, _ in again]) for block, _, again in inner), default=0.0)
-    ends = [price.prologue.working_bytes] if shape.first else []
+    working = [price.prologue.working_bytes] if shape.first else []
     logits = logits_at_peak = 0.0
     if shape.last:
-        ends.append(price.epilogue.working_bytes)
+        working.append(price.epilogue.working_bytes)
         layer_peak -= price.epilogue.saved_bytes
         logits = price.epilogue.logits_bytes
         at_loss = price.epilogue.working_bytes >= layer_peak  # else this micro-batch's are free again
         own = price.epilogue.logits_peak_bytes if at_loss else 0.0
         logits_at_peak = (in_flight - 1) * logits + own
-    root, tied = root_parameters(price, shape)
+    ends = end_parameters(price, shape)
     layers = sum(block.parameters * count for block, count, _ in inner)
+    largest = max(
+        (block.parameters * max([1, *(choice.group for choice, _ in again)]) for block, _, again in inner), default=0
+    )
     return StageMemory(
-        parameters=layers + root + tied,
-        root_parameters=root,
-        largest_layer_parameters=max(
-            (block.parameters * max([1, *(choice.group for choice, _ in again)]) for block, _, again in inner),
-            default=0,
-        ),
+        parameters=layers + ends.total + tied_layers(price, shape),
+        root_parameters=ends.shared,
+        unit_parameters=(ends.first, *[largest] * min(2, sum(count for _, count, _ in inner)), ends.last),
         saved_bytes=saved,
-        transient_bytes=max([0.0, layer_peak, *ends]),
+        transient_bytes=max([0.0, layer_peak, *working]),
         in_flight=in_flight,
         receives_bytes=receives_bytes,
         buffer_bytes=price.model.tables_bytes + sum(b.buffer_bytes * n for b, n, _ in blocks),
@@ -135,17 +157,33 @@ def again_bytes(block: BlockPrice, choices: Iterable[AgainPrice]) -> float:
     return block.working_bytes + max((choice.live_bytes for choice in choices), default=0.0)
 
 
-def root_parameters(price: ModelPrice, shape: StageShape) -> tuple[int, int]:
-    """(elements of the ends on this stage, elements of layers tied to another stage).
+@dataclass(frozen=True)
+class EndParameters:
+    """Elements outside of layers on a stage: read before them, after them, and both before and after (tied)."""
 
-    A tied parameter has an extra copy on every later stage that holds it too.
-    """
-    root = price.prologue.parameters if shape.first else 0
-    if shape.last:
-        root += price.epilogue.parameters + (0 if shape.first else price.epilogue.tied_parameters)
+    first: int
+    last: int
+    shared: int
+
+    @property
+    def total(self) -> int:
+        return self.first + self.last + self.shared
+
+
+def end_parameters(price: ModelPrice, shape: StageShape) -> EndParameters:
+    """A tied parameter has an extra copy on every later stage that reads it too."""
+    before, after, tied = price.prologue.parameters, price.epilogue.parameters, price.epilogue.tied_parameters
+    if shape.first and shape.last:
+        shared = min(tied, before)
+        return EndParameters(before - shared, after, shared)
+    return EndParameters(before if shape.first else 0, after + tied if shape.last else 0, 0)
+
+
+def tied_layers(price: ModelPrice, shape: StageShape) -> int:
+    """Elements of layers that are tied to parameters of an earlier stage."""
     if shape.first:
-        return root, 0
-    return root, sum(block.tied_parameters for block, n in zip(price.classes, shape.counts, strict=True) if n)
+        return 0
+    return sum(block.tied_parameters for block, n in zip(price.classes, shape.counts, strict=True) if n)
 
 
 @dataclass(frozen=True)
@@ -157,14 +195,15 @@ class CollectiveCounts:
     all_reduce: int
 
 
-def collective_counts(zero: int, micro_batches: int, units: int) -> CollectiveCounts:
+def collective_counts(zero: int, micro_batches: int, units: int, copies: int = 1) -> CollectiveCounts:
     """DESIGN §6, last column, for `units` fully_shard units (the root counts if it has parameters).
 
-    ZeRO 0 all-reduces once a unit (half precision, replicate mesh); outside fully_shard read `units` as buckets.
+    ZeRO 0 all-reduces once a unit (half precision, replicate mesh); outside fully_shard read `units` as buckets. Several
+    `copies` (groups of hsdp) all-reduce once a unit, between each other.
     """
     gathers = {0: 0, 1: 1, 2: 1, 3: 2 * micro_batches}[zero]
     scatters = {0: 0, 1: 1, 2: micro_batches, 3: micro_batches}[zero]
-    return CollectiveCounts(gathers * units, scatters * units, units if zero == 0 else 0)
+    return CollectiveCounts(gathers * units, scatters * units, units if zero == 0 or copies > 1 else 0)
 
 
 @dataclass(frozen=True)
@@ -206,7 +245,7 @@ def ledger(stage: StageMemory, states: States, hardware: Hardware, world_size: i
     held = stage.in_flight * stage.saved_bytes + stage.transient_bytes
     at_once = f", 1/{stage.loss_chunks} at once" if stage.loss_chunks > 1 else ""
     terms = [
-        *_state_terms(stage, states),
+        *_state_terms(stage, states, hardware),
         MemoryTerm(f"activations: {stage.in_flight} in flight", activations),
         MemoryTerm(f"logits{at_once}", stage.logits_at_peak_bytes),
         MemoryTerm("workspace, recomputed layer", held - activations - stage.logits_at_peak_bytes),
@@ -230,40 +269,62 @@ def activation_room_bytes(
     """What the budget leaves for activations and workspace of this stage (negative: nothing fits)."""
     communicator = hardware.communicator_bytes if world_size > 1 else 0.0
     allocated = (budget_bytes - hardware.context_bytes - communicator) / (1 + hardware.allocator_slack)
-    return allocated - total_bytes([*_state_terms(stage, states), *_buffer_terms(stage, states)])
+    return allocated - total_bytes([*_state_terms(stage, states, hardware), *_buffer_terms(stage, states)])
 
 
-def _state_terms(stage: StageMemory, states: States) -> list[MemoryTerm]:
-    master_share = states.shards if states.zero >= 1 else 1
-    gradient_share = 1 if states.keeps_whole_gradients else states.shards
-    # At the last backward's start ZeRO-1 has them as they are reduced; after it ZeRO-0 has those of the masters.
-    gradient_bytes = states.reduce_bytes if states.zero == 1 and gradient_share == 1 else states.master_bytes
+def host_ledger(stage: StageMemory, states: States, hardware: Hardware) -> tuple[MemoryTerm, ...]:
+    """What a rank keeps in the host's memory; nothing where the device is the host."""
+    if not states.offload or hardware.host is None:
+        return ()
+    master, own, gradient = _sharded_terms(stage, states)
+    pinned = MemoryTerm("rounding of pinned memory", _PINNED_ROUNDING * (master.size_bytes + gradient.size_bytes))
+    return master, own, gradient, pinned
+
+
+def _sharded_terms(stage: StageMemory, states: States) -> tuple[MemoryTerm, MemoryTerm, MemoryTerm]:
+    """Masters, optimizer states and reduced gradients of this rank."""
+    share = states.shards if states.zero >= 1 else 1
+    shared = f", 1/{share}" if share > 1 else ""
     state_bytes = optimizer_state_bytes(states.optimizer, states.precision)
-    master = stage.parameters * states.master_bytes / master_share
+    return (
+        MemoryTerm(f"master weights{shared}", stage.parameters * states.master_bytes / share),
+        MemoryTerm(f"{states.optimizer.name} states{shared}", stage.parameters * state_bytes / share),
+        MemoryTerm(f"gradients{shared}", stage.parameters * states.master_bytes / share),
+    )
+
+
+def _state_terms(stage: StageMemory, states: States, hardware: Hardware) -> list[MemoryTerm]:
+    master, own, gradient = _sharded_terms(stage, states)
     copy = stage.parameters * states.compute_bytes if states.has_copy and states.zero < 3 else 0.0
-    shared = f", 1/{states.shards}" if master_share > 1 else ""
-    reduced = f", 1/{states.shards}" if gradient_share > 1 else ""
-    return [
-        MemoryTerm(f"parameters ({states.precision} copy)", copy),
-        MemoryTerm(f"master weights{shared}", master),
-        MemoryTerm(f"{states.optimizer.name} states{shared}", stage.parameters * state_bytes / master_share),
-        MemoryTerm(f"gradients{reduced}", stage.parameters * gradient_bytes / gradient_share),
-    ]
+    if states.keeps_whole_gradients:
+        # At the last backward's start ZeRO-1 has them as they are reduced; after it ZeRO-0 has those of the masters.
+        gradient_bytes = states.reduce_bytes if states.zero == 1 else states.master_bytes
+        gradient = MemoryTerm("gradients", stage.parameters * gradient_bytes)
+    if states.offload and hardware.host is not None:
+        master, own = (MemoryTerm(f"{term.name} (on the host)", 0.0) for term in (master, own))
+        if not (states.keeps_whole_gradients or states.waits_for_copies):
+            gradient = MemoryTerm(f"{gradient.name} (on the host)", 0.0)
+    return [MemoryTerm(f"parameters ({states.precision} copy)", copy), master, own, gradient]
 
 
 def _buffer_terms(stage: StageMemory, states: States) -> list[MemoryTerm]:
-    unit = max(stage.largest_layer_parameters, stage.root_parameters)
+    units = stage.unit_parameters
+    unit = max((stage.root_parameters, *units))
     gathered = 0
     if states.zero == 3:
-        gathered = (2 * stage.largest_layer_parameters + stage.root_parameters) * states.compute_bytes
+        pairs = (one + following for one, following in zip_longest(units, units[1:], fillvalue=0))
+        gathered = (stage.root_parameters + max(pairs, default=0)) * states.compute_bytes
     if not states.has_copy:
         buffers: float = min(BUCKET_BYTES, stage.parameters * states.master_bytes) if states.shards > 1 else 0
     else:
         # One unit's gradient in the compute dtype and its copy in the dtype of the reduction.
         buffers = unit * (states.compute_bytes + states.reduce_bytes)
+    # Of one unit the masters on their way to be gathered, of another the gradients on their way to the host.
+    passing = 2 * unit * states.master_bytes / states.shards if states.offload else 0.0
     return [
-        MemoryTerm("gathered units, root", gathered),
+        MemoryTerm("gathered units", gathered),
         MemoryTerm("reduction buffers", buffers),
+        MemoryTerm("copies to and from the host", passing),
         MemoryTerm("buffers of the model", stage.buffer_bytes),
         MemoryTerm("pipeline receive buffers", states.micro_batches * stage.receives_bytes),
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.cost_models.collectives import Group, axis_group
+from autopar.cost_models.collectives import Group, axis_group, sharding_groups
 from autopar.cost_models.hardware import Hardware
 from autopar.cost_models.memory import States
 from autopar.cost_models.pipeline import in_flight
@@ -24,15 +24,33 @@ class Setting:
     optimizer: Optimizer
     hardware: Hardware
     reduce_dtype: str | None = None
+    hsdp: int | None = None
+    offload: bool = False
 
     @property
     def states(self) -> States:
-        shards = self.mesh.dp * self.mesh.cp
-        return States(self.zero, self.micro_batches, shards, self.precision, self.optimizer, self.reduce_dtype)
+        data = self.mesh.dp * self.mesh.cp
+        shards = self.hsdp or data
+        copies = data // shards
+        return States(
+            self.zero,
+            self.micro_batches,
+            shards,
+            self.precision,
+            self.optimizer,
+            self.reduce_dtype,
+            copies,
+            self.offload,
+        )
 
     @property
     def data_group(self) -> Group:
         return axis_group(self.mesh, "data", self.hardware.gpus_per_node)
+
+    @property
+    def sharding_groups(self) -> tuple[Group, Group]:
+        """The ranks that share out one copy, and those that hold the same part of theirs."""
+        return sharding_groups(self.mesh, self.states.shards, self.hardware.gpus_per_node)
 
     def in_flight(self, stage: int) -> int:
         return in_flight(self.schedule, stage, self.mesh.pp, self.micro_batches)
@@ -49,4 +67,6 @@ def setting_of(plan: Plan, hardware: Hardware) -> Setting:
         plan.optimizer,
         hardware,
         plan.reduce_dtype,
+        plan.hsdp,
+        plan.offload,
     )

@@ -6,6 +6,7 @@ step = pipeline (with data-axis communication that does not hide) + tied gradien
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from autopar.cost_models.collectives import Group, collective_time_s
 from autopar.cost_models.compute import (
@@ -24,6 +25,7 @@ from autopar.cost_models.layer_costs import ModelCosts
 from autopar.cost_models.memory import (
     MemoryTerm,
     StageMemory,
+    host_ledger,
     ledger,
     optimizer_state_bytes,
     stage_memory,
@@ -35,6 +37,9 @@ from autopar.plan import Plan
 
 # Reads and writes of foreach (unfused) optimizers over those of a fused one (COST_MODEL 2.1: 1.3-2).
 _FOREACH_TRAFFIC = 1.5
+# On the host these are fused; the others run op by op, each of which reads and writes what it needs (assumed).
+_FUSED_ON_CPU = ("Adam", "AdamW", "SGD", "Adagrad")
+_OP_BY_OP_TRAFFIC = 3.0
 _RECOMPUTE = "recompute: "  # what begins the name of a term
 # A loss is named in "limited by" from this share of the step on.
 _WORTH_NAMING = 0.05
@@ -57,6 +62,7 @@ class StageLedger:
     recomputed: tuple[tuple[str, int], ...]  # (choice, layers)
     time: tuple[TimeTerm, ...]
     memory: tuple[MemoryTerm, ...]
+    host: tuple[MemoryTerm, ...] = ()  # of offload: what a rank keeps in the host's memory
 
     @property
     def micro_batch_s(self) -> float:
@@ -65,6 +71,10 @@ class StageLedger:
     @property
     def peak_bytes(self) -> float:
         return total_bytes(self.memory)
+
+    @property
+    def host_bytes(self) -> float:
+        return total_bytes(self.host)
 
 
 @dataclass(frozen=True)
@@ -106,6 +116,7 @@ def estimate_price(price: ModelPrice, plan: Plan, hardware: Hardware) -> Estimat
             _recomputed(shapes[i]),
             _time_terms(times[i], data[i], setting.micro_batches),
             stage_ledger(price, shapes[i], i, plan.stages[i], setting),
+            stage_host_ledger(price, shapes[i], i, plan.stages[i], setting),
         )
         for i in range(len(shapes))
     )
@@ -130,6 +141,18 @@ def stage_ledger(
     """The memory terms of one stage."""
     memory = memory_of(price, shape, stage, layers, setting)
     return ledger(memory, setting.states, setting.hardware, setting.mesh.world_size)
+
+
+def stage_host_ledger(
+    price: ModelPrice, shape: StageShape, stage: int, layers: tuple[int, int], setting: Setting
+) -> tuple[MemoryTerm, ...]:
+    """What a rank of one stage keeps on the host."""
+    return host_ledger(memory_of(price, shape, stage, layers, setting), setting.states, setting.hardware)
+
+
+def host_room_bytes(hardware: Hardware) -> float:
+    """A rank's share of the host's memory; without end where the device is the host, whose memory is counted once."""
+    return hardware.host.memory_bytes if hardware.host else inf
 
 
 def memory_of(
@@ -187,12 +210,8 @@ def _after_pipeline(price: ModelPrice, shapes: list[StageShape], setting: Settin
     """What every rank does once all stages have ended."""
     hardware, states, mesh = setting.hardware, setting.states, setting.mesh
     shards = states.shards if setting.zero >= 1 else 1
-    per_state = optimizer_state_bytes(setting.optimizer, setting.precision)
-    # Read the gradient twice (norm, update); read and write the weight and each state.
-    touched = 4 * states.master_bytes + 2 * per_state
     parameters = max(sum(block.parameters * n for block, n, _ in stage_blocks(price, shape)) for shape in shapes)
-    rate = hardware.memory_bytes_per_s * hardware.memory_efficiency
-    update_s = parameters / shards * touched * _FOREACH_TRAFFIC / rate
+    update_s = update_time_s(parameters, setting)
     world = Group(mesh.world_size, min(mesh.world_size, hardware.gpus_per_node))
     norm_s = collective_time_s("all_reduce", 8, world, hardware)
     terms = [TimeTerm("optimizer, gradient norm", update_s + norm_s)]
@@ -204,6 +223,18 @@ def _after_pipeline(price: ModelPrice, shapes: list[StageShape], setting: Settin
         far = Group(2, 2 if mesh.world_size <= hardware.gpus_per_node else 1)
         terms.append(TimeTerm("tied gradients", collective_time_s("all_reduce", tied_bytes, far, hardware)))
     return tuple(terms)
+
+
+def update_time_s(parameters: float, setting: Setting) -> float:
+    """Seconds in which a rank updates its part of `parameters` elements: of memory traffic, the host's with offload."""
+    hardware, states = setting.hardware, setting.states
+    # Read the gradient twice (norm, update); read and write the weight and each state.
+    touched = 4 * states.master_bytes + 2 * optimizer_state_bytes(setting.optimizer, setting.precision)
+    traffic, rate = _FOREACH_TRAFFIC, hardware.memory_bytes_per_s * hardware.memory_efficiency
+    if setting.offload and hardware.host:
+        traffic = 1.0 if setting.optimizer.name in _FUSED_ON_CPU else _OP_BY_OP_TRAFFIC
+        rate = hardware.host.memory_bytes_per_s
+    return parameters / (states.shards if setting.zero >= 1 else 1) * touched * traffic / rate
 
 
 def _time_terms(time: StageTime, data: DataTime, micro_batches: int) -> tuple[TimeTerm, ...]:

@@ -12,6 +12,7 @@ from ..ir.custom import OPAQUE
 from ..ir.graph import COUNT, PROLOGUE, Call, Role, TensorInfo, info, node_inputs
 from ..ir.ops import is_collective
 from ..ir.unread import unread_buffers, unread_parameters
+from ..plan import Plan
 from . import again, groups
 from .emission import Emission, dict_text, tuple_text
 from .layer_runs import lists
@@ -26,7 +27,7 @@ def constants(e: Emission, paths: bool) -> str:
     settings = [
         f"pp={mesh.pp}, dp={mesh.dp}, cp={mesh.cp}, tp={mesh.tp}",
         f"global_batch={plan.global_batch}, micro_batch={plan.micro_batch}, sequence={plan.sequence}",
-        f'schedule="{plan.schedule}", zero={plan.zero}, precision="{plan.precision}"',
+        f'schedule="{plan.schedule}", {_sharding(plan)}, precision="{plan.precision}"',
         f"stages={tuple_text([str(stage) for stage in plan.stages], quote=False)}",
         f'optimizer="{plan.optimizer.name}", optimizer_kwargs={dict_text(plan.optimizer.kwargs)}',
     ]
@@ -41,6 +42,7 @@ def constants(e: Emission, paths: bool) -> str:
         settings.append(f"flops_per_step={e.predicted.flops_per_step:.6g}, peak_flops={e.predicted.peak_flops:.6g}")
     lines = ["SETTINGS = Settings(", *(f"{_INDENT}{line}," for line in settings), ")"]
     lines.append(f"LAYERS = {tuple_text(lists(e.program))}  # where the layers are; each is a unit of data parallelism")
+    lines += _ends(e)
     if paths:
         lines.append(f"PATHS = {tuple_text([call.path for call in e.program.layer_calls])}  # of the layers")
     tied = [f'("{alias}", "{original}")' for alias, original in {**e.tied(), **e.on_several_stages()}.items()]
@@ -62,6 +64,24 @@ def constants(e: Emission, paths: bool) -> str:
         lines += [f"    ({tuple_text(names)}, {dict_text(own)})," for names, own in _groups(e)]
         lines.append(")")
     return "\n".join(lines)
+
+
+def _sharding(plan: Plan) -> str:
+    hsdp = f", hsdp={plan.hsdp}" if plan.hsdp else ""
+    return f"zero={plan.zero}{hsdp}{', offload=True' if plan.offload else ''}"
+
+
+def _ends(e: Emission) -> list[str]:
+    """ENDS: the methods of Model with the modules whose parameters they read, for a plan that gathers parameters."""
+    if e.plan.zero == 0 and e.plan.precision in ("fp32", "fp64"):
+        return []
+    rows = []
+    for block in dict.fromkeys(call.block for call in e.program.calls if not call.path):
+        refs = [info(n).ref for n in e.program.blocks[block].placeholders(Role.PARAMETER)]
+        owners = dict.fromkeys(ref.rpartition(".")[0] for ref in refs)
+        if own := [owner for owner in owners if owner]:
+            rows.append(f'{_INDENT}"_{block}": {tuple_text(own)},')
+    return ["ENDS = {  # methods of Model, and where what they read is: units too", *rows, "}"] if rows else []
 
 
 def _optional(e: Emission) -> list[str]:

@@ -53,7 +53,7 @@ def plan_text(plan: Plan) -> str:
     return ", ".join(
         (
             f"{plan.mesh}{layout}",
-            f"zero {plan.zero}",
+            f"zero {plan.sharding}",
             f"micro-batch {plan.micro_batch} × {plan.accumulation}{schedule}",
             f"recompute {'all layers' if again == 'full' else again}",
             *([f"loss in {plan.loss_chunks} slices"] if plan.loss_chunks > 1 else []),

@@ -7,59 +7,62 @@
 | 2     | 1              | m reduce-scatters          | compute copy whole, gradients sharded        |
 | 3     | 2m             | m reduce-scatters          | both sharded                                 |
 
-of each unit (a layer, or the rest of the stage), with m micro-batches.
+of each unit (units.py), with m micro-batches. With hsdp these are collectives of a group, and the groups all-reduce
+their parts once a step. With offload what is sharded lies on the host: a unit's part is copied to the device before its
+gather, and its reduced gradient back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, Replicate
 
 from .mesh import Mesh
-from .parameters import Container, Value, materialise
+from .parameters import Value, materialise
 from .precision import compute_dtype, reduction_dtype
+from .prefetch import Prefetch
+from .units import Unit, units_of
 
 BUCKET_ELEMENTS = 8 * 2**20
 
 
 def distribute(
-    model: nn.Module, layers: Sequence[str], value: Value, mesh: Mesh, groups: Sequence[Sequence[str]] = ()
+    model: nn.Module,
+    layers: Sequence[str],
+    value: Value,
+    mesh: Mesh,
+    groups: Sequence[Sequence[str]] = (),
+    ends: Mapping[str, Sequence[str]] | None = None,
 ) -> DataParallel:
     """Give a model on the meta device its values and lay its parameters out over the data axis.
 
     `layers`: paths of the ModuleDicts whose members are units. `groups`: paths of members that are one unit together:
-    what backward computes again as one is then gathered once for it. One unit at a time is whole in memory.
+    what backward computes again as one is then gathered once for it. `ends`: the model's methods outside of layers,
+    each a unit of the modules whose parameters it reads. One unit at a time is whole in memory.
     """
     settings = mesh.settings
-    plain = not settings.half and (settings.zero == 0 or mesh.size("data") == 1)
-    for unit in _units(model, layers, groups):
-        for name, module in unit.items():
-            materialise(module, f"{name}." if name else "", value)
+    alone = mesh.size("data") == 1 and not settings.offload
+    plain = not settings.half and (settings.zero == 0 or alone)
+    units = units_of(model, layers, groups, ends or {})
+    for unit in (*units, Unit({"": model})):
+        for path, module in unit.modules.items():
+            materialise(module, path, value)
         if not plain:
-            _shard(list(unit.values()), mesh)
-    return Replicated(model, mesh) if plain else Sharded(model, mesh)
-
-
-def _units(model: nn.Module, layers: Sequence[str], groups: Sequence[Sequence[str]]) -> Iterator[dict[str, nn.Module]]:
-    """The modules of each unit by path: each layer or group of layers, then the model for what is left."""
-    modules = dict(model.named_modules())
-    together = {name: tuple(group) for group in groups for name in group}
-    done: set[str] = set()
-    for path in layers:
-        held = modules.get(path, nn.Module())  # a stage may have no layer of a list
-        for index, layer in held.named_children():
-            name = f"{path}.{index}".lstrip(".")
-            if type(layer) is Container or name in done:  # else it holds parameters beside the layers
-                continue
-            unit = {own: modules[own] for own in together.get(name, (name,))}
-            done |= unit.keys()
-            yield unit
-    yield {"": model}
+            _shard(list(unit.modules.values()), mesh)
+    return Replicated(model, mesh) if plain else Sharded(model, units, mesh)
 
 
 class Replicated:
@@ -91,13 +94,18 @@ class Replicated:
 class Sharded:
     """fully_shard with the knobs of each ZeRO stage."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+    def __init__(self, model: nn.Module, units: Sequence[Unit], mesh: Mesh) -> None:
         assert isinstance(model, FSDPModule)
         self._model, self._settings = model, mesh.settings
+        prefetch = Prefetch(model, [unit.first for unit in units if not unit.method])
+        for unit in units:
+            if unit.method:
+                _run_in(unit, model, prefetch)
 
     def before_backward(self, last: bool) -> None:
         zero = self._settings.zero
         self._model.set_requires_gradient_sync(last or zero >= 2)
+        self._model.set_requires_all_reduce(last)  # between groups of hsdp, and replicas of ZeRO-0
         self._model.set_reshard_after_backward(last or zero == 3)
         # In a pipeline other micro-batches are between forward and backward: their prefetch order must stay.
         self._model.set_is_last_backward(last or self._settings.pp == 1)
@@ -109,7 +117,21 @@ class Sharded:
 DataParallel = Replicated | Sharded  # how the replicas of a stage keep their gradients together
 
 
-def _shard(unit: list[nn.Module], mesh: Mesh) -> None:
+def _run_in(unit: Unit, model: nn.Module, prefetch: Prefetch) -> None:
+    """Have the model's method run as the forward of its unit, which has none of its own."""
+    setattr(unit.first, unit.method, getattr(model, unit.method))
+    register_fsdp_forward_method(unit.first, unit.method)
+    method = getattr(unit.first, unit.method)
+
+    def run(*args: Any) -> Any:
+        output = method(*args)
+        prefetch.note(unit.first, output)
+        return output
+
+    setattr(model, unit.method, run)
+
+
+def _shard(modules: list[nn.Module], mesh: Mesh) -> None:
     # fully_shard would cast RoPE tables given to a layer: the emitted program does its own casts.
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype(mesh.settings),
@@ -117,15 +139,20 @@ def _shard(unit: list[nn.Module], mesh: Mesh) -> None:
         cast_forward_inputs=False,
     )
     over = mesh.root["replicate", "shard"] if mesh.root["replicate"].size() > 1 else mesh.root["shard"]
+    place = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if mesh.settings.offload else OffloadPolicy()
     fully_shard(
-        unit if len(unit) > 1 else unit[0], mesh=over, reshard_after_forward=mesh.settings.zero == 3, mp_policy=policy
+        modules if len(modules) > 1 else modules[0],
+        mesh=over,
+        reshard_after_forward=mesh.settings.zero == 3,
+        mp_policy=policy,
+        offload_policy=place,
     )
     # Losses are shares of the global mean, so gradients are summed. Sum first: gloo has no scaled reduction.
     # These two are not recursive, hence set on every unit.
-    first = unit[0]
-    assert isinstance(first, FSDPModule)
-    first.set_force_sum_reduction_for_comms(True)
-    first.set_gradient_divide_factor(1.0)
+    unit = modules[0]
+    assert isinstance(unit, FSDPModule)
+    unit.set_force_sum_reduction_for_comms(True)
+    unit.set_gradient_divide_factor(1.0)
 
 
 def local_part(x: Tensor | None) -> Tensor:

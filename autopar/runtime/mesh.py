@@ -23,7 +23,7 @@ class Mesh:
     """The ranks of this program by axis: "pp", "dp", "cp", "tp", and "data" = dp × cp.
 
     `root` has the dims (pp, replicate, shard, tp): parameters are sharded over `shard` and copied over
-    `replicate`; the data axis is whichever of the two is larger than one.
+    `replicate`, which together are the data axis.
     """
 
     settings: Settings
@@ -70,22 +70,25 @@ def init_mesh(settings: Settings, device: torch.device | str | None = None) -> M
 
 
 def _layout(settings: Settings) -> tuple[int, ...]:
-    data = settings.dp * settings.cp
-    # In half precision the sharded parameters are the fp32 masters even where nothing is sharded, so ZeRO-0 is
-    # fully_shard over (replicate=data, shard=1). FIELD_NOTES: in fp32 that would hold a second copy.
-    replicas = data if settings.zero == 0 and settings.half else 1
-    return settings.pp, replicas, data // replicas, settings.tp, settings.dp, settings.cp
+    shards = settings.dp * settings.cp // settings.replicas
+    return settings.pp, settings.replicas, shards, settings.tp, settings.dp, settings.cp
 
 
 def _build(settings: Settings, device: torch.device) -> Mesh:
     pp, replicate, shard, tp, dp, cp = _layout(settings)
-    names = ("pp", "replicate", "shard", "tp")
-    root = init_device_mesh(device.type, (pp, replicate, shard, tp), mesh_dim_names=names)
+
+    def meshed(**dims: int) -> DeviceMesh:
+        return init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+
+    root = meshed(pp=pp, replicate=replicate, shard=shard, tp=tp)
     data, one = (root["replicate"], root["shard"]) if replicate > 1 else (root["shard"], root["replicate"])
     axes = {"pp": root["pp"], "data": data, "dp": data, "cp": one, "tp": root["tp"]}
-    if cp > 1:
-        split = init_device_mesh(device.type, (pp, dp, cp, tp), mesh_dim_names=("pp", "dp", "cp", "tp"))
+    grouped = one.size() > 1  # groups of hsdp: no dim of `root` is the data axis
+    if cp > 1 or grouped:
+        split = meshed(pp=pp, dp=dp, cp=cp, tp=tp)
         axes |= {"dp": split["dp"], "cp": split["cp"]}
+    if grouped:
+        axes["data"] = split["dp"] if cp == 1 else meshed(pp=pp, data=dp * cp, tp=tp)["data"]
     return Mesh(settings, device, root, axes)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -22,10 +23,17 @@ class Optimizer:
     """A torch optimizer by class name, run on this rank's parts of the parameters.
 
     Elementwise optimizers compute the same on parts, without the cost of DTensor's dispatch for each op.
-    Parameters named in no group take `options`, over torch's defaults.
+    Parameters named in no group take `options`, over torch's defaults. on_host: the parts are offloaded.
     """
 
-    def __init__(self, parameters: Parameters, name: str, options: Mapping[str, Any], groups: Groups = ()) -> None:
+    def __init__(
+        self,
+        parameters: Parameters,
+        name: str,
+        options: Mapping[str, Any],
+        groups: Groups = (),
+        on_host: bool = False,
+    ) -> None:
         self._parameters = parameters
         self._parts = {n: nn.Parameter(local_part(p.detach()), p.requires_grad) for n, p in parameters.items()}
         named = {n for names, _ in groups for n in names}
@@ -34,7 +42,10 @@ class Optimizer:
             {"params": [self._parts[n] for n in names if n in parameters and parameters[n].requires_grad], **own}
             for names, own in layout
         ]
-        self._optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(param_groups, **options)
+        kind = getattr(torch.optim, name)
+        if on_host and _fuses(kind, [options, *(own for _, own in groups)]):
+            options = {**options, "fused": True}  # one pass over memory instead of ten
+        self._optimizer: torch.optim.Optimizer = kind(param_groups, **options)
 
     def zero_grad(self) -> None:
         for p in (*self._parameters.values(), *self._parts.values()):
@@ -61,6 +72,12 @@ class Optimizer:
         return DTensor.from_local(value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
 
+def _fuses(kind: type[torch.optim.Optimizer], options: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether torch has one kernel for a whole update, and the user has not asked for another way."""
+    others = {"fused", "foreach", "capturable", "differentiable"}
+    return "fused" in inspect.signature(kind).parameters and all(others.isdisjoint(given) for given in options)
+
+
 def square_sum(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Tensor:
     """This rank's summand of the squared global gradient norm, 0-dim fp64.
 
@@ -71,9 +88,10 @@ def square_sum(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Tensor:
     for p in parameters:
         if p.grad is not None:
             by_copies.setdefault(ranks / _shards(p.grad), []).append(local_part(p.grad))
+    # On the mesh's device, where it is added up over the ranks; offloaded gradients are on the host.
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for copies, grads in by_copies.items():
-        total += torch.nn.utils.get_total_norm(grads).double().square() / copies
+        total += torch.nn.utils.get_total_norm(grads).double().square().to(mesh.device) / copies
     return total
 
 
@@ -106,6 +124,7 @@ class Tied:
 
     def __init__(self, pairs: Sequence[tuple[str, str]], parameters: Parameters, mesh: Mesh) -> None:
         self._copies: list[tuple[list[nn.Parameter], dist.ProcessGroup | None]] = []
+        self._device = mesh.device
         self.aliases: set[str] = set()  # copies on this stage that another one stands for
         if not pairs:
             return
@@ -134,7 +153,9 @@ class Tied:
             for grad in others:
                 total += grad
             if group:
-                all_reduce_buckets([total], group)
+                summed = total.to(self._device)  # offloaded gradients are on the host
+                all_reduce_buckets([summed], group)
+                total.copy_(summed)
             for grad in others:
                 grad.copy_(total)
 

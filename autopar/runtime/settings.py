@@ -15,6 +15,7 @@ class Settings:
     vocabulary: tokens the model knows, where it has any. labels: what the default data give the model, the
     "next" token of each input or the "same" ones, where the model shifts them (as Hugging Face models do).
     zigzag: of 2·cp chunks of a sequence, rank r of cp has r and 2·cp − 1 − r; else it has the r-th of cp.
+    hsdp: ranks that share out one copy of what ZeRO shards (None: all data ranks). offload: it lies on the host.
     """
 
     pp: int
@@ -38,6 +39,8 @@ class Settings:
     compile: bool = False  # the layers run under torch.compile
     zigzag: bool = False
     reduce_dtype: str | None = None  # "bf16", "fp16" or "fp32", of gradients over the replicas; None: of the masters
+    hsdp: int | None = None
+    offload: bool = False
 
     @property
     def half(self) -> bool:
@@ -47,6 +50,16 @@ class Settings:
     @property
     def world_size(self) -> int:
         return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def replicas(self) -> int:
+        """Groups of data ranks that each hold a copy of what is sharded."""
+        data = self.dp * self.cp
+        # In half precision the sharded parameters are the fp32 masters even where nothing is sharded, so ZeRO-0 is
+        # fully_shard over (replicate=data, shard=1). FIELD_NOTES: in fp32 that would hold a second copy.
+        if self.zero == 0:
+            return data if self.half else 1
+        return data // (self.hsdp or data)
 
     @property
     def accumulation(self) -> int:

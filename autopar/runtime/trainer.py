@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,8 +73,8 @@ class Trainer:
         self.model: nn.Module = program.Model(self.mesh.rank("pp")).train()
         values = checkpoint.resumed_values(saved, self.names, folder) if saved else read_weights(weights, folder, seed)
         value = self.names.value(values)
-        groups = getattr(program, "GROUPS", ())
-        self.data_parallel = distribute(self.model, program.LAYERS, value, self.mesh, groups)
+        groups, ends = getattr(program, "GROUPS", ()), getattr(program, "ENDS", {})
+        self.data_parallel = distribute(self.model, program.LAYERS, value, self.mesh, groups, ends)
         if settings.compile:
             compile_layers(self.model, program.LAYERS)
         unused = self._unused(getattr(program, "UNUSED", ()), value)
@@ -84,7 +85,9 @@ class Trainer:
         self.left_out = LeftOut(optional, self.names.original, self.model, self.parameters)
         options = settings.optimizer_kwargs | ({} if lr is None else {"lr": lr})
         groups = getattr(program, "PARAMETER_GROUPS", ())
-        self.optimizer = Optimizer(self.parameters, settings.optimizer, options, groups)
+        self.optimizer = Optimizer(self.parameters, settings.optimizer, options, groups, settings.offload)
+        if settings.offload and self.mesh.device.type == "cuda":
+            _use_cores()
         fp16 = settings.precision == "fp16"
         self.loss_scale = loss_scale if loss_scale and fp16 else LossScale(enabled=fp16)
         self._run = make_run(self.model, self.data_parallel, self.mesh, self.loss_scale)
@@ -195,3 +198,9 @@ class Trainer:
         scale = self.loss_scale.scale
         loss_sum, norm = float(totals[0]) / scale, float(totals[1].sqrt()) / scale
         return StepResult(loss_sum, norm, scale, self.loss_scale.overflows(norm))
+
+
+def _use_cores() -> None:
+    """This process's share of the node's cores, for an optimizer on the CPU: torchrun gives each process one thread."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // here))

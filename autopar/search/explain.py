@@ -136,7 +136,7 @@ def describe(plan: Plan) -> str:
     schedule = f" {plan.schedule}" if plan.schedule != "none" else ""
     batches = f"{plan.micro_batch} × {plan.accumulation}{schedule}"
     loss = f", loss in {plan.loss_chunks} slices" if plan.loss_chunks > 1 else ""
-    return f"{plan.mesh}, zero {plan.zero}, {batches}, recompute {recompute_text(plan)}{loss}"
+    return f"{plan.mesh}, zero {plan.sharding}, {batches}, recompute {recompute_text(plan)}{loss}"
 
 
 def recompute_text(plan: Plan) -> str:
@@ -149,7 +149,7 @@ def _row(number: int, candidate: Candidate) -> list[str]:
     return [
         str(number),
         *(str(plan.mesh.size(axis)) for axis in ("pp", "dp", "cp", "tp")),
-        str(plan.zero),
+        plan.sharding,
         f"{plan.micro_batch} × {plan.accumulation}",
         plan.schedule if plan.schedule != "none" else "–",
         recompute_text(plan),
@@ -169,6 +169,7 @@ def _stage_text(number: int, stage: StageLedger, estimate: Estimate) -> str:
         (term.name, f"{term.size_bytes / 2**30:.3f}") for term in stage.memory if term.size_bytes > _SMALLEST_BYTES
     ]
     memory.append(("peak", f"{stage.peak_bytes / 2**30:.3f}"))
+    memory += [(f"host: {term.name}", f"{term.size_bytes / 2**30:.3f}") for term in stage.host]
     time = []
     for term in stage.time:
         hidden = f"(hidden {milliseconds(term.hidden_s)})" if term.hidden_s * 1e3 > _SMALLEST_MS else ""

@@ -12,19 +12,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-from autopar.cost_models.compute import ModelPrice, price_model, stage_shape
+from autopar.cost_models.compute import ModelPrice, price_model
 from autopar.cost_models.hardware import Cluster, Hardware
 from autopar.cost_models.layer_costs import ModelCosts
-from autopar.cost_models.memory import MemoryTerm, total_bytes
-from autopar.cost_models.step_time import Estimate, estimate_price, stage_ledger
+from autopar.cost_models.step_time import Estimate, estimate_price, update_time_s
 from autopar.errors import InfeasibleError
 from autopar.plan import Optimizer, Plan, Solution
 from autopar.rules.coupling import Coupling
 
-from .loss_chunks import chunkable, loss_prices, smallest_logits
-from .sizes import gib
-from .space import Choice, Pins, Recompute, Request, enumerate_space
-from .stages import LEANEST, StageCosts, pinned_recompute, setting_for, split
+from .infeasible import Case, infeasible_text
+from .loss_chunks import chunkable, loss_prices
+from .space import Choice, Pins, Request, enumerate_space
+from .stages import StageCosts, setting_for, split
 
 
 @dataclass(frozen=True)
@@ -56,13 +55,6 @@ class SearchResult:
     @property
     def chosen(self) -> Candidate:
         return self.best[0]
-
-
-@dataclass(frozen=True)
-class _Case:
-    bound_s: float
-    choice: Choice
-    price: ModelPrice
 
 
 def search(
@@ -109,7 +101,7 @@ def search(
     )
 
 
-def _rank(cases: Sequence[_Case], ranking: _Ranking, request: Request, hardware: Hardware) -> tuple[int, int]:
+def _rank(cases: Sequence[Case], ranking: _Ranking, request: Request, hardware: Hardware) -> tuple[int, int]:
     """Solve the cases that can win, best bound first; (how many do not fit, how many were left out)."""
     do_not_fit = pruned = 0
     for case in cases:
@@ -122,7 +114,7 @@ def _rank(cases: Sequence[_Case], ranking: _Ranking, request: Request, hardware:
         if candidate is not None:
             ranking.add(candidate)
     if not ranking.best:
-        raise InfeasibleError(_infeasible(cases, request, hardware))
+        raise InfeasibleError(infeasible_text(cases, request, hardware))
     return do_not_fit, pruned
 
 
@@ -131,7 +123,7 @@ def _cases(
     models: Sequence[ModelCosts],
     request: Request,
     hardware: Hardware,
-) -> list[_Case]:
+) -> list[Case]:
     """Every choice with every solution, by ascending lower bound; among equals the earlier choice first."""
     sizes: dict[tuple[int, int], set[int]] = {}
     for choice in choices:
@@ -142,23 +134,24 @@ def _cases(
             found = price_model(model, sorted(sizes[at]), request.sequence, hardware, request.precision)
             prices[at].append({price.micro_batch: price for price in found})
     cases = [
-        _Case(_bound_s(choice, solution[choice.micro_batch].work_s), choice, solution[choice.micro_batch])
+        Case(_bound_s(choice, solution[choice.micro_batch], request, hardware), choice, solution[choice.micro_batch])
         for choice in choices
         for solution in prices[choice.mesh.cp, choice.mesh.tp]
     ]
     return sorted(cases, key=lambda case: case.bound_s)
 
 
-def _bound_s(choice: Choice, work_s: float) -> float:
-    """No step is shorter.
+def _bound_s(choice: Choice, price: ModelPrice, request: Request, hardware: Hardware) -> float:
+    """No step is shorter: the pipeline's bound, then the optimizer's time on the average stage.
 
     Stage k starts after one forward through the stages before it, and its last backward is followed by one
     through them: T ≥ m·w_k + Σ_{i<k} w_i. Where all pp of these are equal, Σ w_k = T·(1 − (1 − 1/m)^pp).
     """
-    return work_s / (1 - (1 - 1 / choice.micro_batches) ** choice.mesh.pp)
+    update_s = update_time_s(price.parameters / choice.mesh.pp, setting_for(choice, request, hardware))
+    return price.work_s / (1 - (1 - 1 / choice.micro_batches) ** choice.mesh.pp) + update_s
 
 
-def _solve(case: _Case, request: Request, hardware: Hardware, limit_s: float) -> tuple[Candidate | None, bool]:
+def _solve(case: Case, request: Request, hardware: Hardware, limit_s: float) -> tuple[Candidate | None, bool]:
     """(the best plan of this case if faster than `limit_s`, whether it may fit), over the slices of its loss.
 
     More slices cost time and free memory: once nothing is recomputed, no more are worth it.
@@ -174,7 +167,7 @@ def _solve(case: _Case, request: Request, hardware: Hardware, limit_s: float) ->
     return best, may_fit
 
 
-def _solve_one(case: _Case, request: Request, hardware: Hardware, limit_s: float) -> tuple[Candidate | None, bool]:
+def _solve_one(case: Case, request: Request, hardware: Hardware, limit_s: float) -> tuple[Candidate | None, bool]:
     choice, price = case.choice, case.price
     costs = StageCosts(choice, price, request, hardware, limit_s / choice.micro_batches)
     if costs.average_bytes() > request.budget_bytes:
@@ -190,6 +183,8 @@ def _solve_one(case: _Case, request: Request, hardware: Hardware, limit_s: float
         stages=ranges,
         schedule=choice.schedule,
         zero=choice.zero,
+        hsdp=choice.hsdp,
+        offload=choice.offload,
         recompute=costs.recompute(ranges),
         precision=request.precision,
         optimizer=request.optimizer,
@@ -240,57 +235,3 @@ def _notes(best: Sequence[Candidate], cluster: Cluster, coupling: Coupling | Non
         loss = full.estimate.step_time_s / chosen.estimate.step_time_s - 1
         why = f"the best on all {cluster.gpus} takes {loss:.1%} longer"
     return (*said, f"uses {used} of {cluster.gpus} GPUs: {why}")
-
-
-def _infeasible(cases: Sequence[_Case], request: Request, hardware: Hardware) -> str:
-    """The plan that comes nearest to the budget: by how much it misses it, and what fills it."""
-    nearest: tuple[float, _Case, int, tuple[MemoryTerm, ...], str] | None = None
-    for least_bytes, case in _leanest(cases, request, hardware):
-        if nearest is not None and least_bytes >= nearest[0]:
-            break
-        for recompute in LEANEST if request.pins.recompute is None else (request.pins.recompute,):
-            found = _least_memory(case, recompute, request, hardware)
-            if nearest is None or found[0] < nearest[0]:
-                nearest = (found[0], case, found[1], found[2], str(recompute))
-    assert nearest is not None, "the space has at least one choice"
-    need_bytes, case, stage, terms, recompute_text = nearest
-    choice = case.choice
-    largest = sorted(terms, key=lambda term: -term.size_bytes)[:3]
-    filled = ", ".join(f"{term.name} {gib(term.size_bytes)}" for term in largest)
-    pinned = f" with {request.pins}" if str(request.pins) else ""
-    chunks_text = f", loss_chunks {case.price.loss_chunks}" if case.price.loss_chunks > 1 else ""
-    return (
-        f"no plan fits {gib(request.budget_bytes)} a GPU{pinned}: the nearest ({choice.mesh}, "
-        f"zero {choice.zero}, micro-batch {choice.micro_batch}, recompute {recompute_text}{chunks_text}) "
-        f"needs {gib(need_bytes)} on stage {stage}, {gib(need_bytes - request.budget_bytes)} too much. "
-        f"Most of it: {filled}. "
-        "Use more GPUs, a larger memory budget, a shorter sequence or fewer pins"
-    )
-
-
-def _leanest(cases: Sequence[_Case], request: Request, hardware: Hardware) -> list[tuple[float, _Case]]:
-    """By ascending lower bound in bytes; of cases that differ in the micro-batch alone, the two extremes."""
-    groups: dict[tuple[object, ...], list[_Case]] = {}
-    for case in cases:
-        choice = case.choice
-        groups.setdefault((choice.mesh, choice.schedule, choice.zero, case.price.model.solution), []).append(case)
-    picked = [pick(g, key=lambda case: case.choice.micro_batch) for g in groups.values() for pick in (min, max)]
-    picked = [replace(case, price=smallest_logits(case.price, request)) for case in picked]
-    bounds = [StageCosts(case.choice, case.price, request, hardware).average_bytes() for case in picked]
-    return sorted(zip(bounds, picked, strict=True), key=lambda pair: pair[0])
-
-
-def _least_memory(
-    case: _Case, recompute: Recompute, request: Request, hardware: Hardware
-) -> tuple[float, int, tuple[MemoryTerm, ...]]:
-    """(peak bytes of the fullest stage, that stage, its ledger), layers spread evenly over the stages."""
-    price, setting = case.price, setting_for(case.choice, request, hardware)
-    layers, stages = len(price.layers), case.choice.mesh.pp
-    peaks = []
-    for stage in range(stages):
-        ranges = (layers * stage // stages, layers * (stage + 1) // stages)
-        shape = stage_shape(price, *ranges, request.pins.again or ())
-        shape = replace(shape, recomputed=pinned_recompute(recompute, price, shape))
-        terms = stage_ledger(price, shape, stage, ranges, setting)
-        peaks.append((total_bytes(terms), stage, terms))
-    return max(peaks, key=lambda peak: peak[0])

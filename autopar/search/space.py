@@ -10,7 +10,7 @@ from typing import Any
 from autopar.cost_models.hardware import Cluster
 from autopar.errors import PlanError
 from autopar.mesh import AXES, Mesh
-from autopar.plan import CONTEXT_LAYOUTS, Optimizer, check_precision
+from autopar.plan import CONTEXT_LAYOUTS, Optimizer, check_precision, sharding_text
 from autopar.recompute import FORM, Again, choice, whole_layers
 from autopar.rules.coupling import Coupling
 
@@ -33,6 +33,8 @@ class Pins:
     cp: int | None = None
     tp: int | None = None
     zero: int | None = None
+    hsdp: int | None = None
+    offload: bool | None = None
     micro_batch: int | None = None
     schedule: str | None = None
     recompute: Recompute | None = None
@@ -48,7 +50,7 @@ class Pins:
                 raise PlanError(f"forbid={name!r}: use one of {', '.join(sorted(names))}")
         if self.attention not in (None, *CONTEXT_LAYOUTS):
             raise PlanError(f"attention={self.attention!r}: use one of {', '.join(CONTEXT_LAYOUTS)}")
-        for name in ("pp", "dp", "cp", "tp", "micro_batch", "loss_chunks"):
+        for name in ("pp", "dp", "cp", "tp", "hsdp", "micro_batch", "loss_chunks"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PlanError(f"{name}={value}: use 1 or more")
@@ -109,6 +111,12 @@ class Choice:
     micro_batches: int
     schedule: str
     zero: int
+    hsdp: int | None = None
+    offload: bool = False
+
+    @property
+    def sharding(self) -> str:
+        return sharding_text(self.zero, self.hsdp, self.offload)
 
 
 @dataclass(frozen=True)
@@ -130,7 +138,8 @@ def enumerate_space(
     check(request, cluster, context=any(cp > 1 for cp, _ in solved))
     reasons = _reasons(request, cluster, layers, solved, illegal)
     meshes = [mesh for mesh in _meshes(cluster.gpus, layers, solved) if _allowed(mesh, request)]
-    choices = tuple(choice for mesh in meshes for choice in _choices(mesh, request))
+    per_node = cluster.hardware.gpus_per_node
+    choices = tuple(choice for mesh in meshes for choice in _choices(mesh, request, per_node))
     if not choices:
         pinned = f" with {request.pins}" if str(request.pins) else ""
         why = "; ".join(reasons) or "the pins contradict each other"
@@ -200,7 +209,7 @@ def _allowed(mesh: Mesh, request: Request) -> bool:
     return request.global_batch % mesh.dp == 0 and all(pins.allows(axis, mesh.size(axis)) for axis in AXES)
 
 
-def _choices(mesh: Mesh, request: Request) -> Iterator[Choice]:
+def _choices(mesh: Mesh, request: Request, per_node: int) -> Iterator[Choice]:
     pins = request.pins
     samples = request.global_batch // mesh.dp
     for micro_batch in divisors(samples) if request.coupling is None else [samples]:
@@ -208,9 +217,8 @@ def _choices(mesh: Mesh, request: Request) -> Iterator[Choice]:
             continue
         m = samples // micro_batch
         schedules = [name for name in _schedules(mesh.pp, m) if pins.allows("schedule", name)]
-        zeros = [zero for zero in _zeros(mesh.dp, m, pins.zero) if pins.allows("zero", zero)]
-        for schedule, zero in product(schedules, zeros):
-            yield Choice(mesh, micro_batch, m, schedule, zero)
+        for schedule, sharding in product(schedules, _shardings(mesh, m, pins, per_node)):
+            yield Choice(mesh, micro_batch, m, schedule, *sharding)
 
 
 def _schedules(pp: int, micro_batches: int) -> tuple[str, ...]:
@@ -220,11 +228,37 @@ def _schedules(pp: int, micro_batches: int) -> tuple[str, ...]:
     return ("1f1b", "gpipe") if micro_batches >= pp else ("gpipe",)
 
 
-def _zeros(dp: int, micro_batches: int, pinned: int | None) -> tuple[int, ...]:
-    """Without data ranks there is nothing to shard; with one micro-batch ZeRO 1 and 2 are the same program."""
-    if dp == 1:
+def _shardings(mesh: Mesh, micro_batches: int, pins: Pins, per_node: int) -> list[tuple[int, int | None, bool]]:
+    """ZeRO stage, ranks of a group, offload."""
+    data = mesh.dp * mesh.cp
+    return [
+        (zero, hsdp, offload)
+        for offload in (False, True)
+        for zero in _zeros(data, micro_batches, pins.zero, offload)
+        for hsdp in (_groups(data, per_node // mesh.tp, pins.hsdp) if zero else (None,))
+        if pins.allows("offload", offload)
+        and pins.allows("zero", zero)
+        and pins.allows("hsdp", (hsdp or data) if zero else None)
+    ]
+
+
+def _zeros(data: int, micro_batches: int, pinned: int | None, offload: bool) -> tuple[int, ...]:
+    """One data rank has nothing to share out, but states to offload; ZeRO-0 whole ones, which stay on the device.
+
+    With one micro-batch ZeRO 1 and 2 are the same program.
+    """
+    if data == 1 and not offload:
         return (0,) if pinned is None else (pinned,)
-    return (0, 1, 3) if micro_batches == 1 and pinned != 2 else (0, 1, 2, 3)
+    zeros = (1, 3) if micro_batches == 1 and pinned != 2 else (1, 2, 3)
+    return zeros if offload else (0, *zeros)
+
+
+def _groups(data: int, per_node: int, pinned: int | None) -> Iterator[int | None]:
+    """All data ranks, then groups inside a node and groups of whole nodes; any that divides where it is pinned."""
+    yield None
+    for ranks in divisors(data)[1:-1]:
+        if pinned or per_node % ranks == 0 or ranks % max(1, per_node) == 0:
+            yield ranks
 
 
 def _reasons(
@@ -244,6 +278,10 @@ def _reasons(
             reasons.append(f"pp={size} ({layers} layers)")
         if batch % size and pins.allows("dp", size):
             reasons.append(f"dp={size} (global batch {batch})")
+    if pins.hsdp:
+        reasons.append(f"hsdp={pins.hsdp} needs zero=1, 2 or 3 and data ranks that it divides")
+    if pins.offload:
+        reasons.append("offload needs zero=1, 2 or 3")
     if pins.schedule == "1f1b":
         reasons.append("1f1b needs pp > 1 and at least pp micro-batches")
     if pins.schedule == "none" and pins.pp != 1:

@@ -16,7 +16,7 @@ from autopar.cost_models.data_parallel import data_time
 from autopar.cost_models.hardware import Hardware
 from autopar.cost_models.memory import StageMemory, activation_room_bytes, again_bytes, ledger, total_bytes
 from autopar.cost_models.setting import Setting
-from autopar.cost_models.step_time import memory_of, stage_ledger
+from autopar.cost_models.step_time import host_room_bytes, memory_of, stage_host_ledger, stage_ledger
 from autopar.recompute import LAYER, Again, again_of, group_of, regions_of
 
 from .recompute import Chosen, ClassOptions, Option, cheapest
@@ -157,7 +157,7 @@ class StageCosts:
         """The average stage, everything recomputed: some stage needs at least as much."""
         price, stages = self.price, self.setting.mesh.pp
         held = min(self.setting.in_flight(stage) for stage in range(stages))
-        average = StageMemory(price.parameters // stages, 0, 0, price.least_saved_bytes / stages, 0.0, held)
+        average = StageMemory(price.parameters // stages, 0, (), price.least_saved_bytes / stages, 0.0, held)
         setting = self.setting
         return total_bytes(ledger(average, setting.states, setting.hardware, setting.mesh.world_size))
 
@@ -185,7 +185,7 @@ class StageCosts:
             return _TOO_MUCH
         shape = replace(shape, recomputed=counts)
         size_bytes = total_bytes(stage_ledger(self.price, shape, stage, layers, self.setting))
-        if size_bytes > self.request.budget_bytes * _TIE:
+        if size_bytes > self.request.budget_bytes * _TIE or not self._host_holds(stage, shape, layers):
             return _TOO_MUCH
         data = data_time(self.price, shape, self.setting)
         exposed_s = data.each_forward.exposed_s + data.each_backward.exposed_s
@@ -193,6 +193,12 @@ class StageCosts:
         if time_s > self.limit_s:
             return _TOO_MUCH
         return _StageCost(time_s, size_bytes, counts)
+
+    def _host_holds(self, stage: int, shape: StageShape, layers: tuple[int, int]) -> bool:
+        if not self.setting.offload:
+            return True
+        kept = stage_host_ledger(self.price, shape, stage, layers, self.setting)
+        return total_bytes(kept) <= host_room_bytes(self.setting.hardware)
 
     def _choose(self, stage: int, shape: StageShape, layers: tuple[int, int]) -> tuple[Chosen, ...] | None:
         """What to recompute of each class, as pinned or the cheapest set that fits; None if none does."""
@@ -233,6 +239,8 @@ def setting_for(choice: Choice, request: Request, hardware: Hardware) -> Setting
         request.optimizer,
         hardware,
         request.pins.reduce_dtype,
+        choice.hsdp,
+        choice.offload,
     )
 
 

@@ -34,13 +34,15 @@ def small_enough(job: Job, plan: Plan) -> tuple[nn.Module, Plan, str]:
             f"model of the same classes (at most {LARGEST / 1e6:.0f} M parameters, {MOST_PROCESSES} processes)"
         )
     mesh = Mesh(pp=min(plan.mesh.pp, 2), dp=min(plan.mesh.dp, 2), tp=min(plan.mesh.tp, 2))
+    if grouped := bool(plan.hsdp) and mesh.pp * mesh.tp * 4 <= MOST_PROCESSES:
+        mesh = replace(mesh, dp=4)
     layers = 2 * mesh.pp
     stages = tuple((i * 2, i * 2 + 2) for i in range(mesh.pp))
     schedule = plan.schedule if mesh.pp > 1 else "none"
     recompute = _shrunk_recompute(plan, stages)
     small = replace(
         plan, mesh=mesh, stages=stages, schedule=schedule, recompute=recompute, micro_batch=1,
-        global_batch=2 * mesh.pp * mesh.dp, sequence=32,
+        global_batch=2 * mesh.pp * mesh.dp, sequence=32, hsdp=2 if grouped else None,
     )  # fmt: skip
     return _shrunk(job.model, layers), small, f"shrunk to {layers} narrow layers on {mesh}"
 

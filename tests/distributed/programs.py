@@ -105,6 +105,8 @@ class Subject:
         sequence: int = SEQUENCE,
         zero: int = 0,
         reduce_dtype: str | None = None,
+        hsdp: int | None = None,
+        offload: bool = False,
     ) -> Plan:
         layers = len(self.program.layer_calls)
         plan = Plan(
@@ -115,6 +117,8 @@ class Subject:
             stages=stages(layers, pp),
             schedule=schedule if pp > 1 else "none",
             zero=zero,
+            hsdp=hsdp,
+            offload=offload,
             recompute=recomputed(recompute, layers),
             precision=self.precision,
             optimizer=OPTIMIZERS[self.precision],

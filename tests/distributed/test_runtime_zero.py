@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.cost_models.memory import States, collective_counts, resident_bytes
 from autopar.runtime.data_parallel import local_part
@@ -32,40 +29,11 @@ from tests.distributed.handwritten import (
     program,
     weights_of,
 )
+from tests.distributed.recorder import DataCollectives
 from tests.harness import Reference, assert_parity, reference_run, run_ranks
 
 TOLERANCE = 1e-9
 KINDS = {"plain": (False, False), "tied": (True, False), "fused": (False, True)}
-COLLECTIVES = {
-    "allgather": "gather",
-    "_allgather_base_": "gather",
-    "_all_gather_single": "gather",
-    "_reduce_scatter_base_": "scatter",
-    "allreduce_": "all_reduce",
-}
-
-
-class DataCollectives(TorchDispatchMode):
-    """Counts the collectives on one process group."""
-
-    def __init__(self, group: ProcessGroup) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._name = group.group_name
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        namespace, _, op = func._schema.name.partition("::")
-        if namespace in ("c10d", "_c10d_functional") and self._on_group(args):
-            self.counts[COLLECTIVES.get(op, op)] += 1
-        return func(*args, **(kwargs or {}))
-
-    def _on_group(self, args: tuple[Any, ...]) -> bool:
-        scripted = (a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()))
-        return any(ProcessGroup.unbox(a).group_name == self._name for a in scripted) or self._name in [
-            a for a in args if isinstance(a, str)
-        ]
 
 
 @dataclass(frozen=True)

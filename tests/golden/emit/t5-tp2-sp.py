@@ -26,6 +26,11 @@ SETTINGS = Settings(
     vocabulary=97, labels="next",
 )
 LAYERS = ("encoder.block", "decoder.block")  # where the layers are; each is a unit of data parallelism
+ENDS = {  # methods of Model, and where what they read is: units too
+    "_prologue": ("encoder.embed_tokens",),
+    "_between": ("encoder.final_layer_norm", "decoder.embed_tokens"),
+    "_epilogue": ("decoder.final_layer_norm", "lm_head"),
+}
 TIED = (  # (alias, original)
     ("encoder.embed_tokens.weight", "shared.weight"),
     ("decoder.embed_tokens.weight", "shared.weight"),

@@ -24,6 +24,10 @@ SETTINGS = Settings(
     optimizer="AdamW", optimizer_kwargs={},
 )
 LAYERS = ("vit.layers",)  # where the layers are; each is a unit of data parallelism
+ENDS = {  # methods of Model, and where what they read is: units too
+    "_prologue": ("vit.embeddings.patch_embeddings.projection", "vit.embeddings"),
+    "_epilogue": ("vit.layernorm", "classifier"),
+}
 TIED = ()  # (alias, original)
 
 

@@ -17,11 +17,13 @@ from tests.unit.cost_models.fabricate import model
 times = st.lists(st.floats(0, 10), min_size=1, max_size=8)
 
 
-def predict(mesh: Mesh, stages: tuple[tuple[int, int], ...] = ((0, 8),), **choices: object) -> Estimate:
+def predict(
+    mesh: Mesh, stages: tuple[tuple[int, int], ...] = ((0, 8),), gpu: str = "h100-sxm-80gb", **choices: object
+) -> Estimate:
     defaults: dict[str, object] = {"global_batch": 64, "micro_batch": 1, "sequence": 4096, "stages": stages}
     defaults["schedule"] = "1f1b" if mesh.pp > 1 else "none"
     plan = Plan(mesh=mesh, **{**defaults, **choices})  # type: ignore[arg-type]
-    return estimate(model(layers=8, tp=mesh.tp), plan, Cluster(mesh.world_size))
+    return estimate(model(layers=8, tp=mesh.tp), plan, Cluster(mesh.world_size, gpu))
 
 
 @given(times, st.floats(0, 1))
@@ -119,3 +121,44 @@ def test_tied_embeddings_on_two_stages_cost_a_copy() -> None:
     tied, untied = (estimate(model(layers=8, tied=flag), plan, Cluster(2)) for flag in (True, False))
     assert tied.stages[1].memory[0] == untied.stages[1].memory[0]
     assert "tied gradients" in {term.name for term in tied.step} - {term.name for term in untied.step}
+
+
+# --------------------------------------------------------------------------------
+# Groups of hsdp, and offload
+
+
+def test_gathers_inside_a_node_are_cheaper_than_across_slow_links() -> None:
+    """Nodes of 4 × 100 Gbit/s: ZeRO-3 of 8 micro-batches gathers 16 times within NVLink, and reduces once across."""
+    whole, grouped = (
+        predict(Mesh(dp=32), zero=3, hsdp=hsdp, global_batch=256, gpu="a100-sxm4-40gb") for hsdp in (None, 8)
+    )
+    exposed = [{t.name: t.time_s for t in result.stages[0].time}["dp communication"] for result in (whole, grouped)]
+    assert exposed[1] < exposed[0]
+    assert grouped.peak_bytes > whole.peak_bytes
+
+
+def test_all_data_ranks_are_the_group_that_hsdp_leaves_out() -> None:
+    assert predict(Mesh(dp=8), zero=2, hsdp=8) == predict(Mesh(dp=8), zero=2)
+
+
+def test_offload_trades_device_memory_for_time() -> None:
+    for zero in (1, 2, 3):
+        kept, offloaded = (predict(Mesh(dp=2), zero=zero, offload=offload) for offload in (False, True))
+        assert offloaded.peak_bytes < kept.peak_bytes
+        assert offloaded.step_time_s > kept.step_time_s
+        assert offloaded.stages[0].host_bytes > 0 == kept.stages[0].host_bytes
+
+
+def test_the_update_on_the_host_takes_its_memory_s_bandwidth() -> None:
+    host = Cluster(2).hardware.host
+    assert host is not None
+    costs = model(layers=8)
+    parameters = sum(c.parameters for c in (costs.prologue, costs.epilogue)) + 8 * costs.classes["layer0"].parameters
+    update = predict(Mesh(), zero=1, offload=True).step[1].time_s
+    assert update == pytest.approx(parameters * (4 * 4 + 2 * 8) / host.memory_bytes_per_s, rel=1e-6)
+
+
+def test_a_plain_all_reduce_hides_behind_nothing() -> None:
+    """Outside fully_shard (ZeRO-0 in fp32) gradients are reduced when the last backward has ended."""
+    dp = next(term for term in predict(Mesh(dp=8), precision="fp32").stages[0].time if term.name == "dp communication")
+    assert dp.hidden_s == 0 < dp.time_s

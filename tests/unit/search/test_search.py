@@ -15,7 +15,7 @@ from autopar.cost_models.data_parallel import data_time
 from autopar.cost_models.hardware import GIB, Cluster, Hardware
 from autopar.cost_models.layer_costs import ModelCosts
 from autopar.cost_models.setting import setting_of
-from autopar.cost_models.step_time import estimate_price
+from autopar.cost_models.step_time import estimate_price, host_room_bytes
 from autopar.errors import InfeasibleError, PlanError
 from autopar.plan import Optimizer, Plan
 from autopar.recompute import Again, again_of, by_layer, whole_layers
@@ -64,10 +64,13 @@ def brute_force(price: ModelPrice, choice: Choice, request: Request, hardware: H
             ranges,
             choice.schedule,
             choice.zero,
-            recompute,
+            recompute=recompute,
+            hsdp=choice.hsdp,
+            offload=choice.offload,
         )
         result = estimate_price(price, plan, hardware)
-        if result.peak_bytes <= request.budget_bytes:
+        host_bytes = max(stage.host_bytes for stage in result.stages)
+        if result.peak_bytes <= request.budget_bytes and host_bytes <= host_room_bytes(hardware):
             slowest_s = max(steady_s(price, plan, hardware))
             best = min(best, (round(slowest_s, 9), result.peak_bytes, result.step_time_s))
     return best[2]
@@ -230,3 +233,32 @@ def test_a_model_without_a_sequence_counts_samples() -> None:
     images = replace(result, request=replace(result.request, sequence=1))
     table = plan_table(images, "ViT", 86_000_000)
     assert "512 samples a step" in table and "samples/s/GPU" in table and "tokens" not in table
+
+
+def test_offload_is_chosen_where_nothing_else_fits() -> None:
+    """Llama-3-8B on one GPU of 80 GB: 18 bytes a parameter are 145 GB; the bf16 copy alone is 16."""
+    one = {"global_batch": 4, "sequence": 2048}
+    result = search(llama((1,)), Cluster(1), **one)  # type: ignore[arg-type]
+    assert result.chosen.plan.offload and result.chosen.plan.zero >= 1
+    assert "offload" in plan_table(result, "Llama", 8_030_261_248) and "host: master weights" in explain(result)
+    with pytest.raises(InfeasibleError, match="no plan fits 79.1 GiB a GPU with offload=False"):
+        search(llama((1,)), Cluster(1), pins=Pins(offload=False), **one)  # type: ignore[arg-type]
+
+
+def test_offload_is_not_chosen_where_there_is_room() -> None:
+    assert not any(candidate.plan.offload for candidate in find().best)
+
+
+def test_the_host_s_memory_is_a_constraint_too() -> None:
+    """M7: 8 billion parameters on a GPU whose share of its node's memory is 57 GiB."""
+    with pytest.raises(InfeasibleError, match=r"no plan fits the memory of the hosts with offload=True: .* 57.6 GiB"):
+        search(llama((1,)), Cluster(1, "a100-pcie-80gb"), global_batch=4, sequence=512, pins=Pins(offload=True))
+
+
+def test_groups_of_hsdp_are_found_and_pinned() -> None:
+    """Across slow links ZeRO-3 gathers in a node; eight nodes of eight."""
+    pinned = {"pp": 1, "tp": 1, "dp": 64, "zero": 3}
+    result = find(pins=Pins(**pinned))  # type: ignore[arg-type]
+    ways = {hsdp: find(pins=Pins(hsdp=hsdp, **pinned)).chosen for hsdp in (8, 16, 64)}  # type: ignore[arg-type]
+    assert {hsdp: way.plan.hsdp for hsdp, way in ways.items()} == {8: 8, 16: 16, 64: None}
+    assert result.chosen.estimate.step_time_s <= min(way.estimate.step_time_s for way in ways.values())

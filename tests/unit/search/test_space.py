@@ -25,7 +25,8 @@ def test_every_choice_is_legal() -> None:
         assert choice.micro_batch * choice.micro_batches * mesh.dp == 16
         assert choice.schedule == "none" if mesh.pp == 1 else choice.schedule in ("gpipe", "1f1b")
         assert choice.schedule != "1f1b" or choice.micro_batches >= mesh.pp
-        assert choice.zero == 0 or mesh.dp > 1
+        assert choice.zero == 0 or mesh.dp > 1 or choice.offload
+        assert choice.zero > 0 or not choice.offload
 
 
 def test_reasons_are_named() -> None:
@@ -85,3 +86,30 @@ def test_pins_that_would_split_coupled_samples_are_refused_with_the_graph() -> N
         coupled(True, micro_batch=2, dp=4)
     with pytest.raises(PlanError, match="dp > 1 and several micro-batches"):
         coupled(False, dp=2)
+
+
+def test_groups_of_hsdp_lie_in_a_node_or_are_whole_nodes() -> None:
+    request = Request(96, 128, 1e12, pins=Pins(pp=1, tp=1, dp=48, micro_batch=1))
+    found = enumerate_space(request, Cluster(48), 4, (1,), {}).choices
+    assert {choice.hsdp for choice in found if choice.zero} == {None, 2, 4, 8, 16, 24}
+    assert {choice.hsdp for choice in found if not choice.zero} == {None}
+
+
+def test_a_pinned_group_is_any_that_divides() -> None:
+    found = space(48, 96, hsdp=3, dp=48, pp=1, tp=1).choices
+    assert {choice.hsdp for choice in found} == {3} and all(choice.zero for choice in found)
+    assert {choice.hsdp for choice in space(48, 96, hsdp=48, dp=48).choices} == {None}
+
+
+@pytest.mark.parametrize(
+    ("pins", "message"),
+    [
+        ({"hsdp": 3, "dp": 8}, "hsdp=3 needs zero=1, 2 or 3 and data ranks that it divides"),
+        ({"hsdp": 2, "zero": 0}, "hsdp=2 needs zero=1, 2 or 3"),
+        ({"offload": True, "zero": 0}, "offload needs zero=1, 2 or 3"),
+        ({"hsdp": 0}, "hsdp=0: use 1 or more"),
+    ],
+)
+def test_pins_of_sharding_that_cannot_be(pins: dict[str, object], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        space(**pins)  # type: ignore[arg-type]

@@ -1,0 +1,96 @@
+"""Why no plan fits: the plan that comes nearest, and what fills it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from autopar.cost_models.compute import ModelPrice, stage_shape
+from autopar.cost_models.hardware import Hardware
+from autopar.cost_models.memory import MemoryTerm, total_bytes
+from autopar.cost_models.step_time import host_room_bytes, stage_host_ledger, stage_ledger
+
+from .loss_chunks import smallest_logits
+from .sizes import gib
+from .space import Choice, Recompute, Request
+from .stages import LEANEST, StageCosts, pinned_recompute, setting_for
+
+
+@dataclass(frozen=True)
+class Case:
+    """A choice with the prices of one solution; no plan of it is faster than `bound_s`."""
+
+    bound_s: float
+    choice: Choice
+    price: ModelPrice
+
+
+def infeasible_text(cases: Sequence[Case], request: Request, hardware: Hardware) -> str:
+    """The plan that comes nearest to the budget: by how much it misses it, and what fills it."""
+    nearest: tuple[float, Case, int, tuple[MemoryTerm, ...], str] | None = None
+    for least_bytes, case in _leanest(cases, request, hardware):
+        if nearest is not None and least_bytes >= nearest[0]:
+            break
+        for recompute in LEANEST if request.pins.recompute is None else (request.pins.recompute,):
+            found = _least_memory(case, recompute, request, hardware)
+            if nearest is None or found[0] < nearest[0]:
+                nearest = (found[0], case, found[1], found[2], str(recompute))
+    assert nearest is not None, "the space has at least one choice"
+    need_bytes, case, stage, terms, recompute_text = nearest
+    choice = case.choice
+    largest = sorted(terms, key=lambda term: -term.size_bytes)[:3]
+    if need_bytes <= request.budget_bytes:
+        return _host_text(case, request, hardware)
+    filled = ", ".join(f"{term.name} {gib(term.size_bytes)}" for term in largest)
+    pinned = f" with {request.pins}" if str(request.pins) else ""
+    chunks_text = f", loss_chunks {case.price.loss_chunks}" if case.price.loss_chunks > 1 else ""
+    return (
+        f"no plan fits {gib(request.budget_bytes)} a GPU{pinned}: the nearest ({choice.mesh}, "
+        f"zero {choice.sharding}, micro-batch {choice.micro_batch}, recompute {recompute_text}{chunks_text}) "
+        f"needs {gib(need_bytes)} on stage {stage}, {gib(need_bytes - request.budget_bytes)} too much. "
+        f"Most of it: {filled}. "
+        "Use more GPUs, a larger memory budget, a shorter sequence or fewer pins"
+    )
+
+
+def _leanest(cases: Sequence[Case], request: Request, hardware: Hardware) -> list[tuple[float, Case]]:
+    """By ascending lower bound in bytes; of cases that differ in the micro-batch alone, the two extremes."""
+    groups: dict[tuple[object, ...], list[Case]] = {}
+    for case in cases:
+        choice = case.choice
+        groups.setdefault((choice.mesh, choice.schedule, choice.sharding, case.price.model.solution), []).append(case)
+    picked = [pick(g, key=lambda case: case.choice.micro_batch) for g in groups.values() for pick in (min, max)]
+    picked = [replace(case, price=smallest_logits(case.price, request)) for case in picked]
+    bounds = [StageCosts(case.choice, case.price, request, hardware).average_bytes() for case in picked]
+    return sorted(zip(bounds, picked, strict=True), key=lambda pair: pair[0])
+
+
+def _least_memory(
+    case: Case, recompute: Recompute, request: Request, hardware: Hardware
+) -> tuple[float, int, tuple[MemoryTerm, ...]]:
+    """(peak bytes of the fullest stage, that stage, its ledger), layers spread evenly over the stages."""
+    price, setting = case.price, setting_for(case.choice, request, hardware)
+    layers, stages = len(price.layers), case.choice.mesh.pp
+    peaks = []
+    for stage in range(stages):
+        ranges = (layers * stage // stages, layers * (stage + 1) // stages)
+        shape = stage_shape(price, *ranges, request.pins.again or ())
+        shape = replace(shape, recomputed=pinned_recompute(recompute, price, shape))
+        terms = stage_ledger(price, shape, stage, ranges, setting)
+        peaks.append((total_bytes(terms), stage, terms))
+    return max(peaks, key=lambda peak: peak[0])
+
+
+def _host_text(case: Case, request: Request, hardware: Hardware) -> str:
+    """The GPUs have room, and the host has not."""
+    setting, layers, stages = setting_for(case.choice, request, hardware), len(case.price.layers), case.choice.mesh.pp
+    need_bytes = 0.0
+    for stage in range(stages):
+        ranges = (layers * stage // stages, layers * (stage + 1) // stages)
+        kept = stage_host_ledger(case.price, stage_shape(case.price, *ranges), stage, ranges, setting)
+        need_bytes = max(need_bytes, total_bytes(kept))
+    return (
+        f"no plan fits the memory of the hosts with {request.pins}: the nearest ({case.choice.mesh}, zero "
+        f"{case.choice.sharding}) keeps {gib(need_bytes)} a GPU there, and a GPU's share of its node is "
+        f"{gib(host_room_bytes(hardware))}. Use more GPUs, larger groups of hsdp, or offload=False"
+    )
