@@ -198,8 +198,8 @@ class CollectiveCounts:
 def collective_counts(zero: int, micro_batches: int, units: int, copies: int = 1) -> CollectiveCounts:
     """DESIGN §6, last column, for `units` fully_shard units (the root counts if it has parameters).
 
-    ZeRO 0 all-reduces once a unit (half precision, replicate mesh); outside fully_shard read `units` as buckets. Several
-    `copies` (groups of hsdp) all-reduce once a unit, between each other.
+    ZeRO 0 all-reduces once a unit (half precision, replicate mesh); outside fully_shard read `units` as buckets.
+    Several `copies` (groups of hsdp) all-reduce once a unit, between each other.
     """
     gathers = {0: 0, 1: 1, 2: 1, 3: 2 * micro_batches}[zero]
     scatters = {0: 0, 1: 1, 2: micro_batches, 3: micro_batches}[zero]

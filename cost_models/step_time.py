@@ -217,7 +217,9 @@ def _after_pipeline(price: ModelPrice, shapes: list[StageShape], setting: Settin
     terms = [TimeTerm("optimizer, gradient norm", update_s + norm_s)]
     if setting.precision == "fp16":
         # Read and written once more. That a step overflows is seen by the norm: no all-reduce, no wait of its own.
-        terms.append(TimeTerm("unscaling of gradients", parameters / shards * 2 * states.master_bytes / rate))
+        terms.append(
+            TimeTerm("unscaling of gradients", parameters / shards * 2 * states.master_bytes / _states_rate(setting))
+        )
     if mesh.pp > 1 and price.epilogue.tied_parameters:
         tied_bytes = price.epilogue.tied_parameters * states.master_bytes / shards
         far = Group(2, 2 if mesh.world_size <= hardware.gpus_per_node else 1)
@@ -227,14 +229,21 @@ def _after_pipeline(price: ModelPrice, shapes: list[StageShape], setting: Settin
 
 def update_time_s(parameters: float, setting: Setting) -> float:
     """Seconds in which a rank updates its part of `parameters` elements: of memory traffic, the host's with offload."""
-    hardware, states = setting.hardware, setting.states
+    states = setting.states
     # Read the gradient twice (norm, update); read and write the weight and each state.
     touched = 4 * states.master_bytes + 2 * optimizer_state_bytes(setting.optimizer, setting.precision)
-    traffic, rate = _FOREACH_TRAFFIC, hardware.memory_bytes_per_s * hardware.memory_efficiency
-    if setting.offload and hardware.host:
+    traffic = _FOREACH_TRAFFIC
+    if setting.offload and setting.hardware.host:
         traffic = 1.0 if setting.optimizer.name in _FUSED_ON_CPU else _OP_BY_OP_TRAFFIC
-        rate = hardware.host.memory_bytes_per_s
-    return parameters / (states.shards if setting.zero >= 1 else 1) * touched * traffic / rate
+    return parameters / (states.shards if setting.zero >= 1 else 1) * touched * traffic / _states_rate(setting)
+
+
+def _states_rate(setting: Setting) -> float:
+    """Bytes/s of the memory where masters and states lie."""
+    hardware = setting.hardware
+    if setting.offload and hardware.host:
+        return hardware.host.memory_bytes_per_s
+    return hardware.memory_bytes_per_s * hardware.memory_efficiency
 
 
 def _time_terms(time: StageTime, data: DataTime, micro_batches: int) -> tuple[TimeTerm, ...]:

@@ -24,10 +24,9 @@ from .weights import WEIGHTS, Names, read_tensors
 
 def full(x: Tensor) -> Tensor:
     """The whole of a sharded tensor, on every rank that holds a part; all of them must call."""
-    x = x.detach()
-    if not isinstance(x, DTensor):
-        return x
-    return x.to(x.device_mesh.device_type).full_tensor()  # offloaded parts are on the host
+    if isinstance(x, DTensor):
+        x = x.detach().to(x.device_mesh.device_type)  # offloaded parts are on the host
+    return x.full_tensor() if isinstance(x, DTensor) else x.detach()
 
 
 def save(

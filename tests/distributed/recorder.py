@@ -73,7 +73,7 @@ class IssueOrder(TorchDispatchMode):
     def __init__(self, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
-        self._groups = {group.fsdp_params[0]._param_fqn: group for group in sharded_groups(model)}
+        self._groups = {str(group.fsdp_params[0]._param_fqn): group for group in sharded_groups(model)}
         for function, what in (("foreach_all_gather", "gather"), ("foreach_reduce", "reduce")):
             monkeypatch.setattr(_fsdp_param_group, function, self._noted(getattr(_fsdp_param_group, function), what))
 
@@ -92,7 +92,7 @@ class IssueOrder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        read = {x.untyped_storage().data_ptr() for x in tree_leaves(args) if type(x) is torch.Tensor}
+        read = {x.untyped_storage().data_ptr() for x in tree_leaves(args) if type(x) in (torch.Tensor, nn.Parameter)}
         inside_backward = torch._C._current_graph_task_id() != -1
         if func.namespace == "aten" and not func.is_view:
             for name, group in self._groups.items():
