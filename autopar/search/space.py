@@ -235,7 +235,7 @@ def _shardings(mesh: Mesh, micro_batches: int, pins: Pins, per_node: int) -> lis
         (zero, hsdp, offload)
         for offload in (False, True)
         for zero in _zeros(data, micro_batches, pins.zero, offload)
-        for hsdp in (_groups(data, per_node // mesh.tp, pins.hsdp) if zero else (None,))
+        for hsdp in _groups(zero, data, per_node // mesh.tp, pins.hsdp)
         if pins.allows("offload", offload)
         and pins.allows("zero", zero)
         and pins.allows("hsdp", (hsdp or data) if zero else None)
@@ -253,11 +253,14 @@ def _zeros(data: int, micro_batches: int, pinned: int | None, offload: bool) -> 
     return zeros if offload else (0, *zeros)
 
 
-def _groups(data: int, per_node: int, pinned: int | None) -> Iterator[int | None]:
-    """All data ranks, then groups inside a node and groups of whole nodes; any that divides where it is pinned."""
+def _groups(zero: int, data: int, per_node: int, pinned: int | None) -> Iterator[int | None]:
+    """All data ranks, the ranks of a node, for ZeRO-3, which gathers most, of several nodes; any that divides if pinned.
+
+    Less than a node's would gather over the same links, and keep more.
+    """
     yield None
-    for ranks in divisors(data)[1:-1]:
-        if pinned or per_node % ranks == 0 or ranks % max(1, per_node) == 0:
+    for ranks in divisors(data)[1:-1] if zero else ():
+        if pinned or ranks == per_node or (zero == 3 and per_node > 1 and ranks % per_node == 0):
             yield ranks
 
 
