@@ -140,13 +140,9 @@ def _shard(modules: list[nn.Module], mesh: Mesh) -> None:
     )
     over = mesh.root["replicate", "shard"] if mesh.root["replicate"].size() > 1 else mesh.root["shard"]
     place = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if mesh.settings.offload else OffloadPolicy()
-    fully_shard(
-        modules if len(modules) > 1 else modules[0],
-        mesh=over,
-        reshard_after_forward=mesh.settings.zero == 3,
-        mp_policy=policy,
-        offload_policy=place,
-    )
+    one = modules if len(modules) > 1 else modules[0]
+    again = mesh.settings.zero == 3
+    fully_shard(one, mesh=over, reshard_after_forward=again, mp_policy=policy, offload_policy=place)
     # Losses are shares of the global mean, so gradients are summed. Sum first: gloo has no scaled reduction.
     # These two are not recursive, hence set on every unit.
     unit = modules[0]

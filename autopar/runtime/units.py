@@ -1,7 +1,7 @@
 """Units of data parallelism: parameters that are gathered together, and whose gradients are reduced together.
 
-Each layer is one, or a group of layers that backward computes again together, and so is what a method of the model reads outside of layers: embeddings before them, norm and head
-after them.
+Each layer is one, or a group of layers that backward computes again together, and so is what a method of the model
+reads outside of layers: embeddings before them, norm and head after them.
 """
 
 from __future__ import annotations

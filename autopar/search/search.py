@@ -104,15 +104,19 @@ def search(
 def _rank(cases: Sequence[Case], ranking: _Ranking, request: Request, hardware: Hardware) -> tuple[int, int]:
     """Solve the cases that can win, best bound first; (how many do not fit, how many were left out)."""
     do_not_fit = pruned = 0
+    roomy: set[tuple[Choice, str]] = set()  # that fit with nothing recomputed: offload would only cost time
     for case in cases:
         limit_s = ranking.limit_s(case.choice)
-        if case.bound_s >= limit_s:
+        kept = replace(case.choice, offload=False), case.price.model.solution
+        if case.bound_s >= limit_s or case.choice.offload and kept in roomy:
             pruned += 1
             continue
         candidate, may_fit = _solve(case, request, hardware, limit_s)
         do_not_fit += not may_fit
         if candidate is not None:
             ranking.add(candidate)
+            if not candidate.plan.recompute and candidate.plan.loss_chunks == 1:
+                roomy.add(kept)
     if not ranking.best:
         raise InfeasibleError(infeasible_text(cases, request, hardware))
     return do_not_fit, pruned
