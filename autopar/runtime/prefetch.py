@@ -23,7 +23,7 @@ class Prefetch:
     """
 
     def __init__(self, root: nn.Module, units: Sequence[nn.Module]) -> None:
-        self._root, self._used = root, list[tuple[nn.Module, bool]]()
+        self._used: list[tuple[nn.Module, bool]] = []
         self._hooks = [unit.register_forward_hook(self._note) for unit in units]
         self._hooks.append(root.register_forward_hook(self._set))
 
@@ -41,19 +41,20 @@ class Prefetch:
             self._used.clear()
             return
         for unit, following in _followers([root, *(unit for unit, _ in self._used)]):
-            unit.set_modules_to_forward_prefetch([following])
+            unit.set_modules_to_forward_prefetch([following] if following else [])
         for unit, following in _followers([root, *(unit for unit, graded in reversed(self._used) if graded)]):
-            unit.set_modules_to_backward_prefetch([following])
+            # With none set, torch goes on to the last unit of another micro-batch, or to one without a backward.
+            unit.set_modules_to_backward_prefetch([following or unit])
         while self._hooks:
             self._hooks.pop().remove()
 
 
-def _followers(order: Sequence[nn.Module]) -> Iterator[tuple[FSDPModule, FSDPModule]]:
-    """Each unit that one and the same other unit always follows, with that one."""
+def _followers(order: Sequence[nn.Module]) -> Iterator[tuple[FSDPModule, FSDPModule | None]]:
+    """Each unit with the one that always follows it; None where that is not always the same one."""
     after: dict[nn.Module, set[nn.Module | None]] = {}
     for unit, following in zip_longest(order, order[1:]):
         after.setdefault(unit, set()).add(following)
-    for unit, follow in after.items():
-        following = follow.pop()
-        if not follow and following is not unit and isinstance(unit, FSDPModule) and isinstance(following, FSDPModule):
-            yield unit, following
+    for unit, all_following in after.items():
+        following = all_following.pop() if len(all_following) == 1 else None
+        assert isinstance(unit, FSDPModule) and isinstance(following, FSDPModule | None)
+        yield unit, following

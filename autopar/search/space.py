@@ -254,7 +254,7 @@ def _zeros(data: int, micro_batches: int, pinned: int | None, offload: bool) -> 
 
 
 def _groups(zero: int, data: int, per_node: int, pinned: int | None) -> Iterator[int | None]:
-    """All data ranks, those of a node, and for ZeRO-3, which gathers most, of several nodes; any that divides if pinned.
+    """All data ranks, those of a node, for ZeRO-3, which gathers most, of several nodes; any that divides if pinned.
 
     Less than a node's would gather over the same links, and keep more.
     """
