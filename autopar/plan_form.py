@@ -70,10 +70,6 @@ def _whole_or_none(value: Any) -> bool:
     return value is None or _whole(value)
 
 
-def _flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
 def _text(value: Any) -> bool:
     return isinstance(value, str)
 
