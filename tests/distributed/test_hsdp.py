@@ -15,7 +15,7 @@ from autopar.emit.load import load_source
 from autopar.emit.project import save_tensors
 from autopar.runtime.trainer import Trainer
 from autopar.search.layouts import MEGATRON_SP
-from tests.distributed.half import assert_bf16
+from tests.distributed.half import assert_half
 from tests.distributed.programs import assert_parity, gpt, llama, local_batch, trainer_of
 from tests.distributed.recorder import DataCollectives, sharded_groups
 from tests.harness import run_ranks
@@ -63,7 +63,7 @@ def test_parity(model: str, zero: int, m: int, more: dict[str, Any]) -> None:
 @pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_bf16(zero: int) -> None:
     made = llama(torch.bfloat16)
-    assert_bf16(made, made.plan(**GROUPS, zero=zero, micro_batch=1))
+    assert_half(made, made.plan(**GROUPS, zero=zero, micro_batch=1))
 
 
 # --------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from autopar.runtime.mesh import Mesh, init_mesh
 from autopar.runtime.optimizer import Optimizer, Tied, square_sum
 from autopar.runtime.trainer import Trainer
 from autopar.search.layouts import MEGATRON_SP
-from tests.distributed.half import assert_bf16
+from tests.distributed.half import assert_half
 from tests.distributed.handwritten import make_settings
 from tests.distributed.programs import Subject, assert_parity, compare, gpt, llama, local_batch, trainer_of
 from tests.distributed.recorder import sharded_groups
@@ -65,7 +65,7 @@ def test_parity(model: str, zero: int, dp: int, m: int, more: dict[str, Any]) ->
 
 def test_bf16() -> None:
     made = llama(torch.bfloat16)
-    assert_bf16(made, made.plan(dp=2, zero=2, micro_batch=2, offload=True))
+    assert_half(made, made.plan(dp=2, zero=2, micro_batch=2, offload=True))
 
 
 # --------------------------------------------------------------------------------
