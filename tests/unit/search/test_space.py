@@ -90,7 +90,7 @@ def test_pins_that_would_split_coupled_samples_are_refused_with_the_graph() -> N
 
 def test_groups_of_hsdp_are_nodes_and_for_zero_3_several() -> None:
     request = Request(96, 128, 1e12, pins=Pins(pp=1, tp=1, dp=48, micro_batch=1))
-    found = enumerate_space(request, Cluster(48), 4, (1,), {}).choices
+    found = enumerate_space(request, Cluster(48), 4, [(1, 1)], {}).choices
     groups = {zero: {choice.hsdp for choice in found if choice.zero == zero} for zero in (0, 1, 3)}
     assert groups == {0: {None}, 1: {None, 8}, 3: {None, 8, 16, 24}}
 
