@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
+from autopar.cost_models.block import PhaseTime
 from autopar.cost_models.collectives import Group, collective_time_s
 from autopar.cost_models.compute import (
     ModelPrice,
-    PhaseTime,
     StageShape,
     StageTime,
     price_model,

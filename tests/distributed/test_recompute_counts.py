@@ -22,7 +22,7 @@ from autopar.runtime.memory import LiveStorage
 from autopar.runtime.trainer import Trainer
 from autopar.search.layouts import MEGATRON_SP, replicated
 from tests.distributed.programs import VOCABULARY, Subject, gpt, llama, local_batch, subject
-from tests.distributed.test_runtime_zero import DataCollectives
+from tests.distributed.recorder import DataCollectives
 from tests.harness import run_ranks
 
 CHOICES = ("attention core", "attention", "activation", "mlp", "attention, mlp", "mlp | all", "all", "groups of 2")
