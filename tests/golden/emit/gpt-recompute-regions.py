@@ -27,6 +27,10 @@ SETTINGS = Settings(
     vocabulary=97, labels="next",
 )
 LAYERS = ("transformer.h",)  # where the layers are; each is a unit of data parallelism
+ENDS = {  # methods of Model, and where what they read is: units too
+    "_prologue": ("transformer.wte", "transformer.wpe"),
+    "_epilogue": ("transformer.ln_f", "lm_head"),
+}
 TIED = (("lm_head.weight", "transformer.wte.weight"),)  # (alias, original)
 # Parameters that are slices of one of the original model: part → (original, dim, start, length)
 PARTS = {

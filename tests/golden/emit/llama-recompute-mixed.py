@@ -22,6 +22,10 @@ SETTINGS = Settings(
     vocabulary=97, labels="same",
 )
 LAYERS = ("model.layers",)  # where the layers are; each is a unit of data parallelism
+ENDS = {  # methods of Model, and where what they read is: units too
+    "_prologue": ("model.embed_tokens",),
+    "_epilogue": ("model.norm", "lm_head"),
+}
 TIED = ()  # (alias, original)
 RECOMPUTE = {  # layer → what backward computes again
     **dict.fromkeys(range(2, 3), ("attention", "activation")),
