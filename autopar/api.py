@@ -31,6 +31,7 @@ from .passes.islands import islands_note
 from .plan import Plan
 from .progress import progress
 from .request import Job, OptimizerLike, make_job
+from .search.context_note import context_note
 from .search.explain import explain, plan_table
 from .search.explain import why_not as why_slower
 from .search.job import cp_sizes, illegal_sizes, search_job, tp_sizes
@@ -140,7 +141,9 @@ class Parallelized:
     def explain(self) -> str:
         """Time and memory of each stage, and what the runners-up lose."""
         whole = [f"opaque: {name} is kept whole: {call.reason}" for name, call in self.program.opaque.items()]
-        return "\n".join([explain(self.result), *(f"opaque: {note}" for note in self._opaque), *whole, *self._islands])
+        over_cp = [note] if (note := context_note(self.program, self.plan.context)) else []
+        opaque = [*(f"opaque: {note}" for note in self._opaque), *whole]
+        return "\n".join([explain(self.result), *over_cp, *opaque, *self._islands])
 
     @property
     def _islands(self) -> list[str]:

@@ -136,7 +136,8 @@ def describe(plan: Plan) -> str:
     schedule = f" {plan.schedule}" if plan.schedule != "none" else ""
     batches = f"{plan.micro_batch} × {plan.accumulation}{schedule}"
     loss = f", loss in {plan.loss_chunks} slices" if plan.loss_chunks > 1 else ""
-    return f"{plan.mesh}, zero {plan.sharding}, {batches}, recompute {recompute_text(plan)}{loss}"
+    over_cp = f" ({plan.context.name})" if plan.mesh.cp > 1 else ""
+    return f"{plan.mesh}{over_cp}, zero {plan.sharding}, {batches}, recompute {recompute_text(plan)}{loss}"
 
 
 def recompute_text(plan: Plan) -> str:

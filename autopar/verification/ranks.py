@@ -183,7 +183,7 @@ def _found(trainer: Any, gradients: dict[str, Tensor], reference: Any, path: Pat
     tensors = {"gradients": gradients, "weights": trainer.state_dict()}
     if reference is not None:
         return {what: part_errors(mine, reference[what]) for what, mine in tensors.items()}
-    if any(trainer.mesh.rank(axis) for axis in ("dp", "tp")):
+    if any(trainer.mesh.rank(axis) for axis in ("dp", "cp", "tp")):
         return {"tensors": None}
     torch.save(tensors, path)
     return {"tensors": str(path)}

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..errors import PlanError
-from ..mesh import Mesh
+from ..mesh import AXES, Mesh
 from ..plan import Plan
 from ..recompute import Again, group_of
 from ..request import Job, with_loss
@@ -33,8 +33,9 @@ def small_enough(job: Job, plan: Plan) -> tuple[nn.Module, Plan, str]:
             f"{size / 1e6:.0f} M parameters on {plan.mesh.world_size} processes are too many here: verify a smaller "
             f"model of the same classes (at most {LARGEST / 1e6:.0f} M parameters, {MOST_PROCESSES} processes)"
         )
-    mesh = Mesh(pp=min(plan.mesh.pp, 2), dp=min(plan.mesh.dp, 2), tp=min(plan.mesh.tp, 2))
-    if grouped := bool(plan.hsdp) and mesh.pp * mesh.tp * 4 <= MOST_PROCESSES:
+    mesh = Mesh(**{axis: min(plan.mesh.size(axis), 2) for axis in AXES})
+    mesh = replace(mesh, dp=1) if mesh.world_size > MOST_PROCESSES else mesh
+    if grouped := bool(plan.hsdp) and mesh.world_size // mesh.dp * 4 <= MOST_PROCESSES:
         mesh = replace(mesh, dp=4)
     layers = 2 * mesh.pp
     stages = tuple((i * 2, i * 2 + 2) for i in range(mesh.pp))

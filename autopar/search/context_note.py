@@ -1,0 +1,41 @@
+"""What the attentions of a model do under a plan that cuts sequences over cp, in words."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from ..ir.graph import Program
+from ..placement import Shard, Strategy
+from ..plan import Solution
+from ..rules import rule_of
+
+_WAYS = {
+    "ring": "ring attention",
+    "heads": "heads for the sequence by all-to-alls (Ulysses)",
+    "gathered": "keys and values gathered",
+    "whole": "whole on every rank, for no way of cutting it is legal (attention dropout, or heads)",
+}
+_WANTED = {"ring": "ring", "ulysses": "heads", "all_gather": "gathered"}
+
+
+def context_note(program: Program, context: Solution) -> str:
+    """How the fused attentions meet the whole sequence, and which do otherwise than the layout says; "" without cp."""
+    ways: Counter[str] = Counter()
+    for block, node in program.each_op():
+        if context.ranks > 1 and rule_of(node).kind == "attention":
+            ways[_way(context.strategies[block.name][node.name])] += program.count(block.name)
+    if not ways:
+        return ""
+    own = _WANTED.get(context.name, "")
+    others = "; ".join(
+        f"{n} with {_WAYS[way]}, as a mask or the heads want it" for way, n in ways.items() if way != own
+    )
+    said = f"cp={context.ranks}: {ways[own]} of {ways.total()} attentions by {_WAYS[own]}" if own else ""
+    return "; ".join(filter(None, (said, others)))
+
+
+def _way(strategy: Strategy) -> str:
+    q, k = strategy.inputs[:2]
+    if q == Shard(2):
+        return "ring" if k == Shard(2) else "gathered"
+    return "heads" if q == Shard(1) else "whole"

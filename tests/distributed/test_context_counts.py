@@ -1,0 +1,169 @@
+"""What ranks of cp exchange, keep and compute, counted as it happens and held against the cost model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.compiler import cut_sequence
+from autopar.cost_models.describe import describe
+from autopar.ir.graph import B, S
+from autopar.plan import Plan
+from autopar.runtime.data_parallel import local_part
+from autopar.runtime.trainer import Trainer
+from autopar.search.layouts import ALL_GATHER, MEGATRON_SP, RING, ULYSSES, Layout, replicated
+from tests.distributed.programs import SEQUENCE, Subject, batches, local_batch, trainer_of
+from tests.distributed.test_context import encoder, llama
+from tests.harness import run_ranks
+
+NAMES = {
+    "alltoall_base_": "all_to_all", "_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter",
+    "send": "send", "allreduce_": "all_reduce",
+}  # fmt: skip
+SAMPLES = 4
+
+
+@dataclass
+class Counts:
+    """Calls and sent bytes of each collective on one group; bytes of what backward keeps, and whole sequences in it."""
+
+    calls: Counter[str] = field(default_factory=Counter)
+    sent_bytes: Counter[str] = field(default_factory=Counter)
+    kept_bytes: int = 0
+
+
+class Recorder(TorchDispatchMode):
+    """Counts the collectives of one process group."""
+
+    def __init__(self, group: ProcessGroup, counts: Counts) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._name, self._counts = group.group_name, counts
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        namespace, _, op = func._schema.name.partition("::")
+        groups = [
+            ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject) and "Group" in str(a._type())
+        ]
+        if namespace == "c10d" and any(group.group_name == self._name for group in groups):
+            name = NAMES.get(op, op)
+            self._counts.calls[name] += 1
+            if name == "send":
+                self._counts.sent_bytes[name] += sum(x.nbytes for x in args[0])
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def kept(trainer: Trainer, counts: Counts) -> Iterator[None]:
+    """Within: bytes of the storages that backward keeps, without parameters, ids and labels."""
+    held = (*trainer.model.parameters(), *trainer.model.buffers())
+    known = {local_part(p).untyped_storage().data_ptr() for p in held}
+
+    def pack(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if x.is_floating_point() and storage.data_ptr() not in known:
+            known.add(storage.data_ptr())
+            counts.kept_bytes += storage.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        yield
+
+
+def counted(made: Subject, plan: Plan, axis: str = "cp") -> list[tuple[Counts, Counts]]:
+    """Of each rank: forward and backward of one micro-batch."""
+    source, weights, (batch, *_) = made.source(plan), made.weights, batches(samples=SAMPLES)
+
+    def rank_main(rank: int) -> tuple[Counts, Counts]:
+        trainer = trainer_of(source, weights)
+        given = local_batch(trainer, batch)
+        trainer._count(given)
+        forward, backward = Counts(), Counts()
+        with Recorder(trainer.mesh.group(axis), forward), kept(trainer, forward):
+            loss = trainer.model(**given)
+        with Recorder(trainer.mesh.group(axis), backward):
+            loss.backward()
+        return forward, backward
+
+    return run_ranks(plan.mesh.world_size, rank_main)
+
+
+def planned(made: Subject, layout: Layout, **sizes: int) -> Plan:
+    return made.plan(context=layout, micro_batch=SAMPLES, global_batch=SAMPLES, **sizes)
+
+
+def priced(made: Subject, plan: Plan) -> dict[tuple[str, str], float]:
+    """(phase, what) → calls and bytes sent in a layer, by the cost model."""
+    costs = describe(cut_sequence(made.program, plan), replicated(cut_sequence(made.program, plan)), {B: 1, S: 8})
+    (layer,) = costs.classes.values()
+    values = {B: plan.micro_batch, S: plan.sequence // plan.mesh.cp}
+    found: Counter[tuple[str, str]] = Counter()
+    for transfer in layer.transfers:
+        found[transfer.phase, transfer.collective] += transfer.times
+        if transfer.collective == "send":
+            found[transfer.phase, "bytes"] += transfer.times * int(transfer.size_bytes.subs(values))
+    return dict(found)
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_s16_a_ring_sends_the_heads_of_keys_and_values(cp: int) -> None:
+    """8 query and 2 K/V heads: bytes of 2, as the cost model says, forward and backward."""
+    made = llama()
+    plan = planned(made, RING, cp=cp)
+    layers, own = (
+        len(made.program.layer_calls),
+        2 * SAMPLES * 2 * (SEQUENCE // cp) * 4 * 8,
+    )  # K, V: heads, tokens, width
+    model = priced(made, plan)
+    for forward, backward in counted(made, plan):
+        assert forward.sent_bytes["send"] == layers * (cp - 1) * own == layers * model["forward", "bytes"]
+        assert backward.sent_bytes["send"] == layers * model["backward", "bytes"]
+        assert set(forward.calls) == {"send", "recv_"}
+
+
+def test_ulysses_exchanges_four_times_a_layer() -> None:
+    made = encoder()
+    plan = planned(made, ULYSSES, cp=2)
+    model = priced(made, plan)
+    assert model["forward", "all_to_all"] == model["backward", "all_to_all"] == 4
+    for forward, backward in counted(made, plan):
+        assert forward.calls["all_to_all"] == backward.calls["all_to_all"] == 4 * len(made.program.layer_calls)
+        assert set(forward.calls) == {"all_to_all"}
+
+
+def test_gathered_keys_are_two_gathers_a_layer() -> None:
+    made = encoder()
+    plan = planned(made, ALL_GATHER, cp=2)
+    model = priced(made, plan)
+    assert model["forward", "all_gather"] == model["backward", "reduce_scatter"] == 2
+    for forward, backward in counted(made, plan):
+        layers = len(made.program.layer_calls)
+        assert (forward.calls["all_gather"], backward.calls["reduce_scatter"]) == (2 * layers, 2 * layers)
+
+
+def test_megatron_sequence_parallelism_gathers_and_scatters_twice_a_layer() -> None:
+    made = llama()
+    plan = made.plan(tp=2, layout=MEGATRON_SP, micro_batch=SAMPLES, global_batch=SAMPLES)
+    of_layers = 2 * len(made.program.layer_calls)
+    for forward, _ in counted(made, plan, "tp"):
+        calls = forward.calls
+        outside = calls["all_gather"] - of_layers, calls["reduce_scatter"] - of_layers
+        assert outside in ((0, 1), (1, 1)), calls  # embedding and head have theirs
+
+
+@pytest.mark.parametrize(("layout", "cp"), [(RING, 2), (RING, 4), (ULYSSES, 2)], ids=lambda v: getattr(v, "name", v))
+def test_a_rank_keeps_its_part_of_the_activations(layout: Layout, cp: int) -> None:
+    made = encoder()
+    (whole, _), *_ = counted(made, planned(made, layout))
+    for forward, _ in counted(made, planned(made, layout, cp=cp)):
+        assert forward.kept_bytes == pytest.approx(whole.kept_bytes / cp, rel=0.1)

@@ -1,0 +1,40 @@
+"""How attentions meet a sequence that cp cuts, in words."""
+
+from __future__ import annotations
+
+import torch
+
+from autopar.mesh import Mesh
+from autopar.plan import Plan, Solution
+from autopar.search.context_note import context_note
+from autopar.search.layouts import ALL_GATHER, RING, ULYSSES
+from tests.distributed.test_context import encoder, llama
+
+
+def test_the_way_of_each_layout_is_named() -> None:
+    made = encoder()
+    for layout, words in (
+        (RING, "cp=2: 4 of 4 attentions by ring attention"),
+        (ULYSSES, "cp=2: 4 of 4 attentions by heads for the sequence by all-to-alls (Ulysses)"),
+        (ALL_GATHER, "cp=2: 4 of 4 attentions by keys and values gathered"),
+    ):
+        assert context_note(made.program, made.plan(cp=2, context=layout).context) == words
+
+
+def test_a_layout_that_heads_forbid_is_said_aloud() -> None:
+    """8 heads over 16 ranks of cp: no rank could have one."""
+    made = llama()
+    solution = made.plan(cp=16, context=ULYSSES, sequence=32).context
+    said = context_note(made.program, solution)
+    assert said.startswith("cp=16: 0 of 4 attentions by heads") and "4 with ring attention" in said
+
+
+def test_without_cp_there_is_nothing_to_say() -> None:
+    assert context_note(encoder().program, Solution(1, {})) == ""
+
+
+def test_a_plan_names_the_layout() -> None:
+    made = encoder()
+    plan: Plan = made.plan(cp=2, context=RING)
+    assert plan.mesh == Mesh(cp=2) and Plan.from_dict(plan.to_dict()) == plan
+    assert made.dtype == torch.float64
