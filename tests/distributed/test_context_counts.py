@@ -98,8 +98,8 @@ def counted(made: Subject, plan: Plan, axis: str = "cp") -> list[tuple[Counts, C
     return run_ranks(plan.mesh.world_size, rank_main)
 
 
-def planned(made: Subject, layout: Layout, **sizes: int) -> Plan:
-    return made.plan(context=layout, micro_batch=SAMPLES, global_batch=SAMPLES, **sizes)
+def planned(made: Subject, layout: Layout, cp: int = 1) -> Plan:
+    return made.plan(cp=cp, context=layout, micro_batch=SAMPLES, global_batch=SAMPLES)
 
 
 def priced(made: Subject, plan: Plan) -> dict[tuple[str, str], float]:
