@@ -18,6 +18,7 @@ from autopar.search.layouts import MEGATRON_SP
 from tests.distributed.half import assert_half
 from tests.distributed.programs import assert_parity, gpt, llama, local_batch, trainer_of
 from tests.distributed.recorder import DataCollectives, sharded_groups
+from tests.distributed.test_frozen import _subject as frozen
 from tests.harness import run_ranks
 
 GROUPS: dict[str, Any] = {"dp": 4, "hsdp": 2}  # 2 × 2
@@ -64,6 +65,13 @@ def test_parity(model: str, zero: int, m: int, more: dict[str, Any]) -> None:
 def test_bf16(zero: int) -> None:
     made = llama(torch.bfloat16)
     assert_half(made, made.plan(**GROUPS, zero=zero, micro_batch=1))
+
+
+@pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_frozen_parameters_in_groups_and_offloaded(zero: int) -> None:
+    """Weights in the middle of each layer: no gradient, and kept as they are."""
+    made = frozen("some")
+    assert_parity(made, made.plan(**GROUPS, zero=zero, micro_batch=1, offload=True))
 
 
 # --------------------------------------------------------------------------------
