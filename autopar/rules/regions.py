@@ -21,7 +21,6 @@ from .saved import Saved
 
 aten = torch.ops.aten
 
-_ATTENTION = aten.scaled_dot_product_attention.default
 _ACTIVATIONS = {
     aten.silu.default, aten.gelu.default, aten.relu.default, aten.sigmoid.default, aten.tanh.default,
     aten.hardswish.default, aten.softplus.default, aten.leaky_relu.default, aten.elu.default, aten.mish.default,
@@ -69,7 +68,7 @@ def gathered_order(ops: Collection[fx.Node], region: Collection[fx.Node]) -> lis
 
 def is_random(node: fx.Node) -> bool:
     """Whether an op draws random numbers, judged by its arguments: attention with dropout_p=0 does not."""
-    if node.target is _ATTENTION:
+    if rule_of(node).kind == "attention":
         given = arguments(node)[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0)
         return bool(given != 0)
     return node.target is aten.dropout.default
@@ -126,7 +125,7 @@ class _Finder:
     def _is_attention(self, node: fx.Node) -> bool:
         """Fused attention, or a product of two activations."""
         product = rule_of(node).kind == "matmul" and not self._is_projection(node)
-        return info(node).requires_grad and (node.target is _ATTENTION or product)
+        return info(node).requires_grad and (rule_of(node).kind == "attention" or product)
 
     def _is_projection(self, node: fx.Node) -> bool:
         """A product with a parameter."""
