@@ -28,7 +28,6 @@ from .factor import Axis, Dims, Rule, RuleMaker, strategies
 RULES: dict[object, RuleMaker] = {
     **matmul.RULES,
     **attention.RULES,
-    **conversions.RULES,
     **experts.RULES,
     **norms.RULES,
     **indexing.RULES,
@@ -41,8 +40,8 @@ RULES: dict[object, RuleMaker] = {
 }
 
 
-# Their targets are no single ops to be tried on tensors: tests/unit/rules/test_opaque.py does.
-_OPAQUE = opaque.RULES
+# Their targets are no single ops to be tried on tensors: tests/unit/rules and tests/distributed/test_context.py do.
+_OTHERS = {**opaque.RULES, **conversions.RULES, **attention.OVER_SEQUENCE}
 
 
 def rule_of(node: fx.Node) -> Rule:
@@ -70,8 +69,8 @@ def has_rule(node: fx.Node) -> bool:
 
 def _maker(target: Any) -> RuleMaker | None:
     """By op, else by what torch says of the op: elementwise, or a reduction."""
-    if target in RULES or target in _OPAQUE:
-        return RULES.get(target) or _OPAQUE[target]
+    if target in RULES or target in _OTHERS:
+        return RULES.get(target) or _OTHERS[target]
     if pointwise.is_pointwise(target):
         return pointwise.pointwise
     return reductions.reduction if reductions.is_reduction(target) else None

@@ -70,8 +70,7 @@ def is_causal(node: fx.Node) -> bool:
     return bool(option(node, "is_causal"))
 
 
-RULES: dict[object, RuleMaker] = {
-    aten.scaled_dot_product_attention.default: _attention,
-    ring_attention: _attention,
-    gathered_attention: _attention,
-}
+RULES: dict[object, RuleMaker] = {aten.scaled_dot_product_attention.default: _attention}
+
+# On a rank of cp, where q is a part of the sequence.
+OVER_SEQUENCE: dict[object, RuleMaker] = {ring_attention: _attention, gathered_attention: _attention}

@@ -1,0 +1,70 @@
+"""Conversions over cp as ops on tp, and the factors of a sequence in rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from autopar.ir.graph import B, NodeInfo, Role, S, set_info
+from autopar.ir.ops import COLLECTIVES, convert
+from autopar.placement import GRAD_PARTIAL, PARTIAL, REPLICATE, Shard, Strategy
+from autopar.rules import Axis, rule_of, strategies
+from autopar.search.layouts import context_axis
+
+aten = torch.ops.aten
+VALUES = {B: 2, S: 8}
+TP = Axis("tp", 2, sequence=True, values=VALUES)
+
+
+def op(target: Any, source: tuple[Any, ...], result: tuple[Any, ...], *arguments: Any, **kwargs: Any) -> fx.Node:
+    """An op on one value with a gradient, of these shapes."""
+    graph = fx.Graph()
+    shapes = [tuple(map(sympy.sympify, shape)) for shape in (source, result)]
+    value = set_info(graph.placeholder("x"), NodeInfo(shapes[0], torch.float64, True, Role.VALUE, "0"))
+    return set_info(graph.call_function(target, (value, *arguments), kwargs), NodeInfo(shapes[1], torch.float64, True))
+
+
+def outputs(node: fx.Node, axis: Axis) -> set[str]:
+    return {str(s.output) for s in strategies(node, rule_of(node), axis)}
+
+
+def test_the_sequence_that_ranks_exchange_is_whole_on_tp() -> None:
+    node = op(convert, (B, 4, S, 8), (B, 4, 2 * S, 8), "S(2)", "Rp", "cp")
+    assert outputs(node, TP) == {"R", "Rp", "S(1)", "S(3)", "P"}
+    lowered = op(COLLECTIVES["all_gather"], (B, S, 8), (B, 2 * S, 8), 1, axis="cp")
+    assert outputs(lowered, TP) == {"R", "Rp", "S(2)", "P"}
+
+
+def test_heads_that_ranks_exchange_are_a_shard_on_tp() -> None:
+    """Each rank of tp deals its own out: else heads of one rank would meet keys of others."""
+    node = op(convert, (B, 4, S, 8), (B, 2, 2 * S, 8), "S(2)", "S(1)", "cp")
+    assert strategies(node, rule_of(node), TP) == [Strategy((Shard(1),), Shard(1))]
+    odd = op(convert, (B, 2, S, 8), (B, 1, 2 * S, 8), "S(2)", "S(1)", "cp")
+    assert strategies(odd, rule_of(odd), TP) == []
+
+
+def test_a_sum_over_ranks_moves_no_dim() -> None:
+    node = op(convert, (B, S, 8), (B, S, 8), "P", "R", "cp")
+    assert outputs(node, TP) == {"R", "Rp", "S(1)", "S(2)", "P"}
+
+
+def test_rows_are_cut_by_their_sequence_on_cp_alone() -> None:
+    cp = context_axis(2, VALUES, "ring", 1)
+    merged = op(aten.reshape.default, (B, S, 8), (B * S, 8), [B * S, 8])
+    assert Strategy((Shard(1),), Shard(0)) in strategies(merged, rule_of(merged), cp)
+    assert Strategy((Shard(1),), Shard(0)) not in strategies(merged, rule_of(merged), TP)
+    apart = op(aten.reshape.default, (B * S, 8), (B, S, 8), [B, S, 8])
+    assert Strategy((Shard(0),), Shard(1)) in strategies(apart, rule_of(apart), cp)
+    assert not cp.even(B * S) and cp.even(S)  # no collective runs by rows
+
+
+def test_what_cp_offers() -> None:
+    ring, ulysses = context_axis(2, VALUES, "ring", 1), context_axis(2, VALUES, "ulysses", 2)
+    eight, six = sympy.Integer(8), sympy.Integer(6)
+    assert not ring.offers([eight]) and ulysses.offers([eight])
+    assert not ulysses.offers([six])  # 3 heads are not to be shared by tp's two
+    assert ring.offers([S]) and ring.offers([B * S]) and not ring.offers([B])
+    assert (ring.loss, TP.loss) == (PARTIAL, REPLICATE) and GRAD_PARTIAL != REPLICATE
