@@ -17,8 +17,9 @@ from .passes.repeat_heads import RepeatHeads
 from .plan import Plan, Solution
 from .request import Job
 from .rules import Axis, rule_of
+from .rules.arguments import option
 from .search.intra_op import solve
-from .search.layouts import CONTEXT_LAYOUTS, FREE, Layout, context_axis, replicated
+from .search.layouts import CONTEXT_LAYOUTS, FREE, ULYSSES, Layout, context_axis, replicated
 from .search.op_costs import TimeCosts
 from .search.space import Pins
 
@@ -99,6 +100,8 @@ class _Solver:
     def _context(self, cp: int, tp: int, layout: Layout) -> tuple[Solution, Program]:
         """One way of cutting sequences over cp, with the program that it leaves to a rank."""
         values = {B: 1, S: self.job.sequence}
+        if layout is not ULYSSES and _drops(self.program):
+            raise InfeasibleError("attention dropout: its ranks would draw other masks than one device; set it to 0")
         plan = sequence_only(self.program, cp, tp, self.job.sequence, layout.name)
         prepared = RepeatHeads().apply(self.program, plan)
         costs = TimeCosts(self.job.cluster.hardware, self.job.precision, cp, values, axis="cp")
@@ -128,6 +131,11 @@ class _Solver:
             if all(self._solved[key].strategies != other.strategies for _, other in made):
                 made.append((layout.name, self._solved[key]))
         return made
+
+
+def _drops(program: Program) -> bool:
+    """Whether an attention has dropout."""
+    return any(rule_of(n).kind == "attention" and option(n, "dropout_p") for _, n in program.each_op())
 
 
 def _heads(program: Program) -> list[sympy.Expr]:

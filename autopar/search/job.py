@@ -23,6 +23,9 @@ def search_job(
     job: Job, program: Program, models: Sequence[ModelCosts], pins: Pins, illegal: Mapping[str, str]
 ) -> SearchResult:
     """The search over the costs of each solution, with what the model itself forbids. illegal: "tp=3" → why."""
+    if not models:
+        reasons = "; ".join(f"{size} ({why})" for size, why in illegal.items())
+        raise PlanError(f"no placements for {str(pins) or 'any size'}: {reasons}")
     if any(read_elsewhere(program)):
         forbidden = {"zero": [3], "pp": range(2, job.cluster.gpus + 1)}
         pins = replace(pins, forbid={k: {*pins.forbid.get(k, ()), *v} for k, v in {**pins.forbid, **forbidden}.items()})
