@@ -22,7 +22,8 @@ from .api import Parallelized, parallelize
 from .errors import PlanError
 from .given_plan import with_given
 from .mesh import AXES
-from .plan import CONTEXT_LAYOUTS, PRECISIONS, SCHEDULES, Plan
+from .plan import CONTEXT_LAYOUTS, PRECISIONS, Plan
+from .schedules import SCHEDULES
 from .search.explain import why_not
 from .search.search import Candidate
 from .solutions import with_placements
@@ -30,7 +31,8 @@ from .trace.named import named_function, named_model
 from .verification.folder import verify_folder
 
 _PINS = (
-    "pp", "dp", "cp", "tp", "zero", "hsdp", "offload", "micro_batch", "schedule", "recompute", "loss_chunks",
+    "pp", "dp", "cp", "tp", "zero", "hsdp", "offload", "micro_batch", "schedule", "virtual_stages", "recompute",
+    "loss_chunks",
     "reduce_dtype", "attention",
 )  # fmt: skip
 _OF_THE_PLAN = (
@@ -271,6 +273,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     pins("--offload", action=argparse.BooleanOptionalAction, help="masters, states and the optimizer on the host")
     pins("--micro-batch", type=int, metavar="SAMPLES", help="samples of a micro-batch")
     pins("--schedule", choices=SCHEDULES, help="of the pipeline")
+    pins("--virtual-stages", type=int, metavar="N", help="stages of each pipeline rank (interleaved, zero-bubble)")
     pins(
         "--recompute",
         type=_recompute,

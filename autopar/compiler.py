@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from .passes import CONTEXT, PASSES, PREPARE, Pass
 from .passes.insert_conversions import InsertConversions
 from .passes.shard_parameters import ShardParameters
 from .plan import Plan, Solution
+from .rendezvous import deadlock, posts
 from .rules import Axis
 from .rules.data_axis import check_data_axis, data_types
 from .rules.verify import verify
@@ -67,6 +69,7 @@ def compile_program(program: Program, plan: Plan) -> Program:
             check_data_axis(program)
         _dump(number, step, before, program)
     _check_units(program, plan)
+    _check_transfers(program, plan)
     return program
 
 
@@ -99,6 +102,19 @@ def _check_units(program: Program, plan: Plan) -> None:
             raise PlanError(
                 f"zero=3: {name} is read outside its layer, where ZeRO-3 has only shards: use zero=0, 1 or 2"
             )
+
+
+def _check_transfers(program: Program, plan: Plan) -> None:
+    """PlanError where the stages would wait for each other for ever: all sends and receives of a step are simulated."""
+    links = [(k, k + 1) for k, stage in enumerate(program.stages[1:]) if stage.receives]
+    for k, (before, after) in enumerate(pairwise(program.stages)):
+        assert before.sends == after.receives, (
+            f"stage {k} sends {before.sends}, and stage {k + 1} wants {after.receives}"
+        )
+    pp = plan.mesh.pp
+    stuck = deadlock(posts(plan.schedule, pp, plan.accumulation, plan.virtual_stages, links), pp)
+    if stuck:
+        raise PlanError(f"schedule={plan.schedule!r} with stages {plan.stages} cannot end: {stuck}")
 
 
 def _dump(number: int, step: Pass, before: Program, after: Program) -> None:

@@ -14,8 +14,8 @@ from .mesh import AXES, Mesh
 from .placement import Strategy
 from .plan_form import check_form
 from .recompute import Again, from_plain, to_plain
+from .schedules import why_not, why_not_split
 
-SCHEDULES = ("none", "gpipe", "1f1b")
 CONTEXT_LAYOUTS = ("ring", "ulysses", "all_gather")
 PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
 MASTERS = {"bf16": "fp32", "fp16": "fp32", "fp32": "fp32", "fp64": "fp64"}  # precision → of weights and states
@@ -51,9 +51,9 @@ class Optimizer:
 class Plan:
     """A complete plan.
 
-    `stages` holds the layer range [start, stop) of each pipeline stage; `recompute` what backward computes
-    again, by ranges of layers in ascending order. Batch sizes count samples, `sequence` tokens. `reduce_dtype`:
-    in which replicas sum gradients, if not in that of the master weights.
+    `stages` holds the layer range [start, stop) of each pipeline stage, of which stage k runs on rank k % pp;
+    `recompute` what backward computes again, by ranges of layers in ascending order. Batch sizes count samples,
+    `sequence` tokens. `reduce_dtype`: in which replicas sum gradients, if not in that of the master weights.
     `solution` holds the placements on tp, of the program that `context`, those on cp, leaves to each of its ranks.
     `hsdp`: ranks that share out one copy of what ZeRO shards, the groups being replicas (None: all data ranks).
     `offload`: what ZeRO shards is kept in the host's memory, where the optimizer runs.
@@ -92,6 +92,11 @@ class Plan:
         """3, 3 hsdp8, 3 hsdp8 offload: the ZeRO stage with its groups and place."""
         return sharding_text(self.zero, self.hsdp, self.offload)
 
+    @property
+    def virtual_stages(self) -> int:
+        """Stages on each pipeline rank."""
+        return len(self.stages) // self.mesh.pp
+
     def __post_init__(self) -> None:
         sizes = {axis: self.mesh.size(axis) for axis in AXES}
         sizes |= {name: getattr(self, name) for name in ("global_batch", "micro_batch", "sequence", "loss_chunks")}
@@ -108,18 +113,17 @@ class Plan:
                 f"global_batch={self.global_batch} is not divisible by micro_batch={self.micro_batch} "
                 f"× dp={self.mesh.dp} = {samples}: use a multiple of {samples}"
             )
-        if len(self.stages) != self.mesh.pp:
-            raise PlanError(f"{len(self.stages)} stages for pp={self.mesh.pp}: give one layer range a stage")
-        if self.schedule not in SCHEDULES or (self.schedule == "none") != (self.mesh.pp == 1):
-            legal = "none" if self.mesh.pp == 1 else "gpipe or 1f1b"
-            raise PlanError(f"schedule={self.schedule!r} with pp={self.mesh.pp}: use {legal}")
-        if self.schedule == "1f1b" and self.accumulation < self.mesh.pp:
+        if len(self.stages) % self.mesh.pp or not self.stages:
             raise PlanError(
-                f"1f1b needs at least as many micro-batches as stages: {self.accumulation} < pp={self.mesh.pp}; "
-                "use schedule='gpipe', a smaller micro_batch or fewer stages"
+                f"{len(self.stages)} stages for pp={self.mesh.pp}: give one layer range a stage, or the same number of "
+                f"virtual stages a rank ({2 * self.mesh.pp}, {3 * self.mesh.pp}, …)"
             )
+        if why := why_not(self.schedule, self.mesh.pp, self.virtual_stages, self.accumulation):
+            raise PlanError(why)
         if self.zero not in (0, 1, 2, 3):
             raise PlanError(f"zero={self.zero!r}: use 0, 1, 2 or 3")
+        if why := why_not_split(self.schedule, self.zero, bool(self.recompute), self.compile):
+            raise PlanError(why)
         check_precision(self.precision, self.reduce_dtype)
         if fault := sharding_fault(self.mesh, self.zero, self.hsdp, self.offload):
             raise PlanError(fault)

@@ -80,6 +80,7 @@ class BlockPrice:
     name: str
     forward: PhaseTime
     backward: PhaseTime
+    halves: tuple[PhaseTime, PhaseTime]  # of backward: the gradients of inputs, those of weights
     sync_s: float  # tp reductions of gradients, once a gradient synchronisation
     parameters: int
     tied_parameters: int
@@ -91,6 +92,7 @@ class BlockPrice:
     logits_bytes: float = 0.0  # of saved_bytes
     logits_peak_bytes: float = 0.0  # the most at once of one micro-batch, saved_bytes included
     again: Mapping[str, AgainPrice] = field(default_factory=dict)
+    waiting_bytes: float = 0.0
 
     @property
     def work_s(self) -> float:
@@ -141,7 +143,7 @@ def block_evaluator(layer: LayerCosts) -> Callable[[int, int, int], list[float]]
     expressions += [transfer.size_bytes for transfer in (*layer.transfers, *layer.data_transfers)]
     expressions += [size for again in layer.again for size in (again.saved_bytes, again.live_bytes)]
     expressions += [layer.saved_bytes, layer.working_bytes, layer.output_bytes]
-    expressions += [layer.logits_bytes, layer.logits_peak_bytes]
+    expressions += [layer.logits_bytes, layer.logits_peak_bytes, layer.waiting_bytes]
     expressions = [sympy.sympify(expression) for expression in expressions]
     unique = list(dict.fromkeys(expressions))
     place = {expression: index for index, expression in enumerate(unique)}
@@ -159,6 +161,7 @@ def price_values(
     layer: LayerCosts, values: list[float], hardware: Hardware, precision: str, groups: Mapping[str, Group]
 ) -> BlockPrice:
     backward = dict.fromkeys(KINDS, 0.0)
+    halves, half_launches = (dict.fromkeys(KINDS, 0.0), dict.fromkeys(KINDS, 0.0)), [0.0, 0.0]
     backward_launches = 0.0
     ops: list[tuple[float, float]] = []
     op_s: dict[tuple[str, str], float] = {}
@@ -168,7 +171,11 @@ def price_values(
         op_s[op.name, "backward"] = op_time_s(op.kind, b_flops, b_bytes, hardware, precision)
         ops.append((op_s[op.name, "forward"], f_launches))
         backward[op.kind] += op_s[op.name, "backward"]
-        backward_launches += b_launches if b_flops or b_bytes else 0
+        b_launches = b_launches if b_flops or b_bytes else 0
+        backward_launches += b_launches
+        for half, share in enumerate(op.halves):
+            halves[half][op.kind] += share * op_s[op.name, "backward"]
+            half_launches[half] += share * b_launches
     at = 6 * len(layer.ops)
     comm_s = [
         _transfer_s(transfer, size_bytes, op_s, groups, hardware)
@@ -182,8 +189,8 @@ def price_values(
         return over_cp, over_tp
 
     over_dp = zip(layer.data_transfers, values[at + len(layer.transfers) :], strict=False)
-    saved, working, output, logits, logits_peak = values[-5:]
-    kept = values[-5 - 2 * len(layer.again) : -5]
+    saved, working, output, logits, logits_peak, waiting = values[-6:]
+    kept = values[-6 - 2 * len(layer.again) : -6]
     again = {
         part.what: AgainPrice(
             kept[2 * i],
@@ -196,6 +203,10 @@ def price_values(
         name=layer.name,
         forward=_forward(layer, ops, range(len(ops)), over_ranks("forward"), hardware),
         backward=_phase(backward, backward_launches, over_ranks("backward"), hardware),
+        halves=(
+            _phase(halves[0], half_launches[0], over_ranks("backward"), hardware),
+            _phase(halves[1], half_launches[1], (0.0, 0.0), hardware),
+        ),
         sync_s=sum(over_ranks("sync")),
         parameters=layer.parameters,
         tied_parameters=layer.tied_parameters,
@@ -207,6 +218,7 @@ def price_values(
         logits_bytes=logits,
         logits_peak_bytes=logits_peak,
         again=again,
+        waiting_bytes=waiting,
     )
 
 

@@ -106,11 +106,13 @@ class StageShape:
 
 @dataclass(frozen=True)
 class StageTime:
-    """One micro-batch through a stage. `again`: by choice, the parts of the forward that backward repeats."""
+    """One micro-batch through a stage. `again`: by choice, the parts of the forward that backward repeats. `later`:
+    the part of backward that the schedule runs apart from the rest."""
 
     forward: PhaseTime
     backward: PhaseTime
     again: Mapping[str, PhaseTime]
+    later: PhaseTime = PhaseTime()
 
     @property
     def recompute(self) -> PhaseTime:
@@ -185,14 +187,18 @@ def stage_blocks(price: ModelPrice, shape: StageShape) -> list[tuple[BlockPrice,
     return [*blocks, (price.epilogue, 1, [])] if shape.last else blocks
 
 
-def stage_time(price: ModelPrice, shape: StageShape) -> StageTime:
-    """Seconds of one micro-batch."""
-    forward = backward = PhaseTime()
+def stage_time(price: ModelPrice, shape: StageShape, in_halves: bool = False) -> StageTime:
+    """Seconds of one micro-batch. in_halves: the gradients of weights come later; on the first stage, all do."""
+    forward = backward = later = PhaseTime()
     again: dict[str, PhaseTime] = {}
     for block, count, _ in stage_blocks(price, shape):
         forward += block.forward * count
-        backward += block.backward * count
+        if in_halves and not shape.first:
+            later += block.halves[1] * count
+            backward += (block.halves[0] + block.halves[1]) * count
+        else:
+            backward += block.backward * count
     for block, chosen in zip(price.classes, shape.recomputed, strict=True):
         for what, n in chosen:
             again[what] = again.get(what, PhaseTime()) + block.recomputed(what).time * n
-    return StageTime(forward, backward, again)
+    return StageTime(forward, backward, again, backward if in_halves and shape.first else later)

@@ -16,6 +16,7 @@ from torch import fx
 
 from autopar.cost_models.again import Move, again_costs, largest
 from autopar.cost_models.fusion import fused
+from autopar.cost_models.halves import halves, keeps_gradient
 from autopar.cost_models.layer_costs import CHUNKS, LayerCosts, ModelCosts, OpCost, Transfer
 from autopar.cost_models.logits import head_costs, logits_cost
 from autopar.cost_models.transfers import context_transfers, conversion_transfers, op_transfers, parameter_transfers
@@ -74,6 +75,7 @@ def op_cost(node: fx.Node, strategy: Strategy, rule: Rule, tp: int) -> OpCost:
         backward_flops=factor * flops if result.requires_grad else _ZERO,
         backward_bytes=backward,
         sharded=sharded,
+        halves=halves(node, rule),
     )
 
 
@@ -185,6 +187,11 @@ def _layer_costs(
         saved_bytes=saved.total_bytes(),
         working_bytes=_working_bytes(saved),
         output_bytes=_total(local_bytes(info(n), strategies[n.name].output, axis.size) for n in results),
+        waiting_bytes=_total(
+            local_bytes(info(n), strategies[n.name].output, axis.size)
+            for n in block.ops
+            if keeps_gradient(n, rule_of(n))
+        ),
         buffer_bytes=sum(int(tensor_bytes(info(n))) for n in block.placeholders(Role.BUFFER) if not is_count(info(n))),
         logits_bytes=_total(cost.kept_bytes for cost in logits),
         logits_peak_bytes=largest([cost.peak_bytes for cost in logits]),

@@ -28,6 +28,7 @@ class OpCost:
     backward_bytes: sympy.Expr
     sharded: bool  # tp divides its work
     launches: tuple[sympy.Expr, sympy.Expr] | None = None  # kernels forward and backward, where not those of its kind
+    halves: tuple[float, float] = (1.0, 0.0)  # of backward, where gradients of inputs and of weights come apart
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class LayerCosts:
     again: what of it can be recomputed, the whole layer last; none for the ends of a model.
     working_bytes: the largest transient beside what is saved (workspace of one op, its gradient).
     output_bytes: what the block sends to the next one (hidden states), also the size of their gradient.
+    waiting_bytes: gradients kept beside what is saved, once those of inputs are done and those of weights are not.
     buffer_bytes: of the model's buffers that it reads, whole on each rank.
     data_transfers: collectives over dp within forward and backward, of values of the whole batch.
     logits_bytes: of saved_bytes, what the loss keeps of its logits; logits_peak_bytes: the most of them at once.
@@ -88,6 +90,7 @@ class LayerCosts:
     logits_bytes: sympy.Expr = sympy.Integer(0)
     logits_peak_bytes: sympy.Expr = sympy.Integer(0)
     again: tuple[AgainCosts, ...] = ()
+    waiting_bytes: sympy.Expr = sympy.Integer(0)
 
     @property
     def model_flops(self) -> sympy.Expr:

@@ -19,7 +19,7 @@ each micro-batch of a step, both ways (stage.py `_create_act_recv_info`, `_creat
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -28,6 +28,7 @@ from autopar.cost_models.compute import ModelPrice, StageShape, stage_blocks
 from autopar.cost_models.hardware import Hardware
 from autopar.errors import PlanError
 from autopar.plan import MASTERS, Optimizer
+from autopar.schedules import Held
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 BUCKET_BYTES = 25 * 2**20  # of the all-reduce outside fully_shard
@@ -106,9 +107,14 @@ class StageMemory:
     in_flight: int
     receives_bytes: float = 0.0  # a micro-batch, from both neighbours
     buffer_bytes: int = 0  # of the model: tables, constants
-    logits_bytes: float = 0.0  # of saved_bytes
+    logits_bytes: float = 0.0  # of what is saved of all micro-batches in flight
     logits_at_peak_bytes: float = 0.0  # of what is saved and transient, when most is
     loss_chunks: int = 1
+    held_bytes: float | None = None  # of all micro-batches in flight, where not each keeps `saved_bytes`
+
+    @property
+    def activation_bytes(self) -> float:
+        return self.in_flight * self.saved_bytes if self.held_bytes is None else self.held_bytes
 
 
 def stage_memory(price: ModelPrice, shape: StageShape, in_flight: int, receives_bytes: float) -> StageMemory:
@@ -146,9 +152,38 @@ def stage_memory(price: ModelPrice, shape: StageShape, in_flight: int, receives_
         in_flight=in_flight,
         receives_bytes=receives_bytes,
         buffer_bytes=price.model.tables_bytes + sum(b.buffer_bytes * n for b, n, _ in blocks),
-        logits_bytes=logits,
+        logits_bytes=in_flight * logits,
         logits_at_peak_bytes=logits_at_peak,
         loss_chunks=price.loss_chunks,
+    )
+
+
+def rank_memory(stages: Sequence[StageMemory], waiting_bytes: Sequence[float], times: Sequence[Held]) -> StageMemory:
+    """The stages of a rank together, at the fullest of its `times`.
+
+    waiting_bytes: of a micro-batch in each stage whose gradients of weights are still to come.
+    """
+    saved = [stage.saved_bytes for stage in stages]
+    held_bytes, fullest = max(
+        (sum(n * size for n, size in zip(sum(time, ()), (*saved, *waiting_bytes), strict=True)), time) for time in times
+    )
+    return StageMemory(
+        parameters=sum(stage.parameters for stage in stages),
+        root_parameters=sum(stage.root_parameters for stage in stages),
+        unit_parameters=max((stage.unit_parameters for stage in stages), key=lambda units: max(units, default=0)),
+        saved_bytes=sum(saved),
+        transient_bytes=max(stage.transient_bytes for stage in stages),
+        in_flight=sum(fullest.activations),
+        receives_bytes=sum(stage.receives_bytes for stage in stages),
+        buffer_bytes=sum(stage.buffer_bytes for stage in stages),
+        held_bytes=held_bytes,
+        logits_bytes=sum(n * stage.logits_bytes for n, stage in zip(fullest.activations, stages, strict=True)),
+        logits_at_peak_bytes=sum(
+            (n - 1) * stage.logits_bytes + stage.logits_at_peak_bytes
+            for n, stage in zip(fullest.activations, stages, strict=True)
+            if n
+        ),
+        loss_chunks=stages[0].loss_chunks,
     )
 
 
@@ -241,8 +276,8 @@ def optimizer_state_bytes(optimizer: Optimizer, precision: str) -> int:
 
 def ledger(stage: StageMemory, states: States, hardware: Hardware, world_size: int) -> tuple[MemoryTerm, ...]:
     """The terms of one stage; their sum is the peak in bytes."""
-    activations = stage.in_flight * (stage.saved_bytes - stage.logits_bytes)
-    held = stage.in_flight * stage.saved_bytes + stage.transient_bytes
+    activations = stage.activation_bytes - stage.logits_bytes
+    held = stage.activation_bytes + stage.transient_bytes
     at_once = f", 1/{stage.loss_chunks} at once" if stage.loss_chunks > 1 else ""
     terms = [
         *_state_terms(stage, states, hardware),

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from autopar.cost_models.collectives import Group, axis_group, sharding_groups
 from autopar.cost_models.hardware import Hardware
 from autopar.cost_models.memory import States
-from autopar.cost_models.pipeline import in_flight
 from autopar.mesh import Mesh
 from autopar.plan import Optimizer, Plan
+from autopar.schedules import Held, held
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Setting:
     reduce_dtype: str | None = None
     hsdp: int | None = None
     offload: bool = False
+    virtual_stages: int = 1
 
     @property
     def states(self) -> States:
@@ -52,8 +53,14 @@ class Setting:
         """The ranks that share out one copy, and those that hold the same part of theirs."""
         return sharding_groups(self.mesh, self.states.shards, self.hardware.gpus_per_node)
 
-    def in_flight(self, stage: int) -> int:
-        return in_flight(self.schedule, stage, self.mesh.pp, self.micro_batches)
+    @property
+    def in_halves(self) -> bool:
+        """Backward computes the gradients of inputs first, those of weights later."""
+        return self.schedule == "zero-bubble"
+
+    def held(self, rank: int) -> tuple[Held, ...]:
+        """The micro-batches that a pipeline rank holds at its fullest times."""
+        return held(self.schedule, rank, self.mesh.pp, self.micro_batches, self.virtual_stages)
 
 
 def setting_of(plan: Plan, hardware: Hardware) -> Setting:
@@ -69,4 +76,5 @@ def setting_of(plan: Plan, hardware: Hardware) -> Setting:
         plan.reduce_dtype,
         plan.hsdp,
         plan.offload,
+        plan.virtual_stages,
     )

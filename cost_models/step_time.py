@@ -5,6 +5,7 @@ step = pipeline (with data-axis communication that does not hide) + tied gradien
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -28,9 +29,11 @@ from autopar.cost_models.memory import (
     host_ledger,
     ledger,
     optimizer_state_bytes,
+    rank_memory,
     stage_memory,
     total_bytes,
 )
+from autopar.cost_models.overlap import Overlap
 from autopar.cost_models.pipeline import simulate_one
 from autopar.cost_models.setting import Setting, setting_of
 from autopar.plan import Plan
@@ -56,9 +59,10 @@ class TimeTerm:
 
 @dataclass(frozen=True)
 class StageLedger:
-    """One stage: time of one micro-batch (terms add up to `micro_batch_s`), memory at the peak."""
+    """A rank's stage, or its virtual stages together: time of one micro-batch (terms add up to `micro_batch_s`),
+    memory at the peak. `ranges`: the layers [start, stop) of each."""
 
-    layers: tuple[int, int]
+    ranges: tuple[tuple[int, int], ...]
     recomputed: tuple[tuple[str, int], ...]  # (choice, layers)
     time: tuple[TimeTerm, ...]
     memory: tuple[MemoryTerm, ...]
@@ -104,21 +108,22 @@ def estimate_price(price: ModelPrice, plan: Plan, hardware: Hardware) -> Estimat
     price = price.with_chunks(plan.loss_chunks)
     setting = setting_of(plan, hardware)
     shapes = [stage_shape(price, start, stop, plan.recompute) for start, stop in plan.stages]
-    times = [stage_time(price, shape) for shape in shapes]
+    times = [stage_time(price, shape, setting.in_halves) for shape in shapes]
     data = [data_time(price, shape, setting) for shape in shapes]
     send_s = [send_time_s(price, stage, stop, setting) for stage, (_, stop) in enumerate(plan.stages[:-1])]
     pipeline_s, bubble = pipeline_time(times, data, send_s, setting)
-    after = _after_pipeline(price, shapes, setting)
+    pp = plan.mesh.pp
+    after = _after_pipeline(price, [shapes[rank::pp] for rank in range(pp)], setting)
     step_s = pipeline_s + sum(term.time_s for term in after)
     stages = tuple(
         StageLedger(
-            plan.stages[i],
-            _recomputed(shapes[i]),
-            _time_terms(times[i], data[i], setting.micro_batches),
-            stage_ledger(price, shapes[i], i, plan.stages[i], setting),
-            stage_host_ledger(price, shapes[i], i, plan.stages[i], setting),
+            plan.stages[rank::pp],
+            _recomputed(shapes[rank::pp]),
+            _time_terms(times[rank::pp], data[rank::pp], setting.micro_batches),
+            rank_ledger(price, shapes[rank::pp], plan.stages[rank::pp], rank, setting),
+            rank_host_ledger(price, shapes[rank::pp], plan.stages[rank::pp], rank, setting),
         )
-        for i in range(len(shapes))
+        for rank in range(pp)
     )
     tokens = plan.global_batch * plan.sequence
     flops = 3 * price.unsharded_flops * plan.accumulation * plan.mesh.dp
@@ -135,19 +140,27 @@ def estimate_price(price: ModelPrice, plan: Plan, hardware: Hardware) -> Estimat
     )
 
 
-def stage_ledger(
-    price: ModelPrice, shape: StageShape, stage: int, layers: tuple[int, int], setting: Setting
+def rank_ledger(
+    price: ModelPrice,
+    shapes: Sequence[StageShape],
+    ranges: Sequence[tuple[int, int]],
+    rank: int,
+    setting: Setting,
 ) -> tuple[MemoryTerm, ...]:
-    """The memory terms of one stage."""
-    memory = memory_of(price, shape, stage, layers, setting)
+    """The memory terms of a rank with the stages of these shapes and layers."""
+    memory = memory_of(price, shapes, ranges, rank, setting)
     return ledger(memory, setting.states, setting.hardware, setting.mesh.world_size)
 
 
-def stage_host_ledger(
-    price: ModelPrice, shape: StageShape, stage: int, layers: tuple[int, int], setting: Setting
+def rank_host_ledger(
+    price: ModelPrice,
+    shapes: Sequence[StageShape],
+    ranges: Sequence[tuple[int, int]],
+    rank: int,
+    setting: Setting,
 ) -> tuple[MemoryTerm, ...]:
-    """What a rank of one stage keeps on the host."""
-    return host_ledger(memory_of(price, shape, stage, layers, setting), setting.states, setting.hardware)
+    """What a rank keeps on the host."""
+    return host_ledger(memory_of(price, shapes, ranges, rank, setting), setting.states, setting.hardware)
 
 
 def host_room_bytes(hardware: Hardware) -> float:
@@ -156,13 +169,22 @@ def host_room_bytes(hardware: Hardware) -> float:
 
 
 def memory_of(
-    price: ModelPrice, shape: StageShape, stage: int, layers: tuple[int, int], setting: Setting
+    price: ModelPrice,
+    shapes: Sequence[StageShape],
+    ranges: Sequence[tuple[int, int]],
+    rank: int,
+    setting: Setting,
 ) -> StageMemory:
-    """What the ledger needs of a stage, with the micro-batches that its schedule keeps in flight."""
-    start, stop = layers
-    receives = 0.0 if shape.first else price.classes[price.layers[start - 1]].output_bytes
-    receives += 0.0 if shape.last else price.classes[price.layers[stop - 1]].output_bytes
-    return stage_memory(price, shape, setting.in_flight(stage), receives)
+    """What the ledger needs of a rank, with the micro-batches that its schedule keeps in flight."""
+    stages, waiting = [], []
+    for shape, (start, stop) in zip(shapes, ranges, strict=True):
+        receives = 0.0 if shape.first else price.classes[price.layers[start - 1]].output_bytes
+        receives += 0.0 if shape.last else price.classes[price.layers[stop - 1]].output_bytes
+        stages.append(stage_memory(price, shape, 1, receives))
+        # The first stage's whole backward comes later: nothing of it waits but what it has received.
+        blocks = [] if shape.first else stage_blocks(price, shape)
+        waiting.append(sum(count * block.waiting_bytes for block, count, _ in blocks))
+    return rank_memory(stages, waiting, setting.held(rank))
 
 
 def send_time_s(price: ModelPrice, stage: int, stop: int, setting: Setting) -> float:
@@ -172,10 +194,11 @@ def send_time_s(price: ModelPrice, stage: int, stop: int, setting: Setting) -> f
 
 
 def stage_link(stage: int, setting: Setting) -> Group:
-    """Two ranks, of this stage and the next: in one node if both stages lie in it."""
-    ranks = setting.mesh.world_size // setting.mesh.pp
-    per_node = setting.hardware.gpus_per_node
-    together = stage * ranks // per_node == ((stage + 2) * ranks - 1) // per_node
+    """Two ranks, of this stage and the next: in one node if all of both lie in it."""
+    pp, per_node = setting.mesh.pp, setting.hardware.gpus_per_node
+    ranks = setting.mesh.world_size // pp
+    low, high = sorted((stage % pp, (stage + 1) % pp))
+    together = low * ranks // per_node == ((high + 1) * ranks - 1) // per_node
     return Group(2, 2 if together else 1)
 
 
@@ -183,34 +206,37 @@ def pipeline_time(
     times: list[StageTime], data: list[DataTime], send_s: list[float], setting: Setting
 ) -> tuple[float, float]:
     """(seconds until the last stage ends, share of it that stages idle)."""
-    m = setting.micro_batches
-    forward, backward = [], []
-    for time, comm in zip(times, data, strict=True):
-        forward_s = time.forward.total_s + comm.each_forward.exposed_s
-        backward_s = time.backward.total_s + time.recompute.total_s + comm.each_backward.exposed_s
-        forward.append([forward_s + comm.first_forward.exposed_s] + [forward_s] * (m - 1))
-        backward.append([backward_s] * m)
-    ends = simulate_one(setting.schedule, forward, backward, send_s)
-    # The reduction of the last micro-batch delays no other stage.
-    ends = [end + comm.last_backward.exposed_s for end, comm in zip(ends, data, strict=True)]
-    busy = sum(map(sum, forward)) + sum(map(sum, backward)) + sum(comm.last_backward.exposed_s for comm in data)
-    idle = 1 - busy / (len(ends) * max(ends))
+    m, pp = setting.micro_batches, setting.mesh.pp
+    forward = [time.forward.total_s + comm.each_forward.exposed_s for time, comm in zip(times, data, strict=True)]
+    later = [time.later.total_s for time in times]
+    backward = [
+        time.backward.total_s - time.later.total_s + time.recompute.total_s + comm.each_backward.exposed_s
+        for time, comm in zip(times, data, strict=True)
+    ]
+    first = [comm.first_forward.exposed_s for comm in data]
+    ends = simulate_one(setting.schedule, pp, m, forward, backward, send_s, first_s=first, weight_s=later)
+    # The reduction of the last micro-batch delays no other rank.
+    last = [comm.last_backward.exposed_s for comm in data]
+    ends = [end + sum(last[rank::pp]) for rank, end in enumerate(ends)]
+    busy = m * (sum(forward) + sum(backward) + sum(later)) + sum(first) + sum(last)
+    idle = 1 - busy / (pp * max(ends))
     return max(ends), idle if len(ends) > 1 else 0.0
 
 
-def _recomputed(shape: StageShape) -> tuple[tuple[str, int], ...]:
-    """Layers of the stage with each choice of recompute."""
+def _recomputed(shapes: Sequence[StageShape]) -> tuple[tuple[str, int], ...]:
+    """Layers of the stages with each choice of recompute."""
     found: dict[str, int] = {}
-    for what, n in (item for chosen in shape.recomputed for item in chosen):
+    for what, n in (item for shape in shapes for chosen in shape.recomputed for item in chosen):
         found[what] = found.get(what, 0) + n
     return tuple(found.items())
 
 
-def _after_pipeline(price: ModelPrice, shapes: list[StageShape], setting: Setting) -> tuple[TimeTerm, ...]:
+def _after_pipeline(price: ModelPrice, ranks: list[list[StageShape]], setting: Setting) -> tuple[TimeTerm, ...]:
     """What every rank does once all stages have ended."""
     hardware, states, mesh = setting.hardware, setting.states, setting.mesh
     shards = states.shards if setting.zero >= 1 else 1
-    parameters = max(sum(block.parameters * n for block, n, _ in stage_blocks(price, shape)) for shape in shapes)
+    held = ([b for shape in shapes for b in stage_blocks(price, shape)] for shapes in ranks)
+    parameters = max(sum(block.parameters * n for block, n, _ in blocks) for blocks in held)
     update_s = update_time_s(parameters, setting)
     world = Group(mesh.world_size, min(mesh.world_size, hardware.gpus_per_node))
     norm_s = collective_time_s("all_reduce", 8, world, hardware)
@@ -246,10 +272,14 @@ def _states_rate(setting: Setting) -> float:
     return hardware.memory_bytes_per_s * hardware.memory_efficiency
 
 
-def _time_terms(time: StageTime, data: DataTime, micro_batches: int) -> tuple[TimeTerm, ...]:
+def _time_terms(times: Sequence[StageTime], data: Sequence[DataTime], micro_batches: int) -> tuple[TimeTerm, ...]:
     """One micro-batch, with the once-a-step communication spread over the micro-batches."""
-    both = time.forward + time.backward
-    once, each = data.first_forward + data.last_backward, data.each_forward + data.each_backward
+    both = sum((time.forward + time.backward for time in times), PhaseTime())
+    again: dict[str, PhaseTime] = {}
+    for what, phase in (item for time in times for item in time.again.items()):
+        again[what] = again.get(what, PhaseTime()) + phase
+    once = sum((comm.first_forward + comm.last_backward for comm in data), Overlap())
+    each = sum((comm.each_forward + comm.each_backward for comm in data), Overlap())
     exposed_s = each.exposed_s + once.exposed_s / micro_batches
     return (
         TimeTerm("matmul", both.matmul_s),
@@ -258,7 +288,7 @@ def _time_terms(time: StageTime, data: DataTime, micro_batches: int) -> tuple[Ti
         TimeTerm("tp communication", both.tp_s),
         TimeTerm("cp communication", both.cp_s),
         TimeTerm("launch floor", both.launch_s),
-        *(term for what, phase in time.again.items() for term in _again_terms(what, phase)),
+        *(term for what, phase in again.items() for term in _again_terms(what, phase)),
         TimeTerm("dp communication", exposed_s, each.hidden_s + once.hidden_s / micro_batches),
     )
 

@@ -29,8 +29,8 @@ class SplitStages:
         if wrong := _wrong(plan.stages, layers):
             raise PlanError(
                 f"stages {[list(stage) for stage in plan.stages]} do not hold each of the {layers} layers of "
-                f"{program.name} exactly once, in order: {wrong}; give {plan.mesh.pp} consecutive ranges [start, stop] "
-                f"from 0 to {layers}"
+                f"{program.name} exactly once, in order: {wrong}; give {len(plan.stages)} consecutive ranges "
+                f"[start, stop] from 0 to {layers}"
             )
         program = replace(program, stages=tuple(Stage(start, stop) for start, stop in plan.stages))
         crossing = [_crossing(program, stage) for stage in range(len(plan.stages) - 1)]

@@ -49,6 +49,7 @@ def plan_text(plan: Plan) -> str:
     names = [s.name for s in (plan.context, plan.solution) if s.ranks > 1 and s.name]
     layout = f" ({', '.join(names)})" if names else ""
     schedule = f" by {plan.schedule}" if plan.schedule != "none" else ""
+    schedule += f" ({plan.virtual_stages} stages a rank)" if plan.virtual_stages > 1 else ""
     again = summary(plan.recompute, plan.stages[-1][1])
     return ", ".join(
         (

@@ -41,8 +41,9 @@ def _bounds(e: Emission) -> list[str]:
     """What tells the stages apart."""
     if len(e.program.stages) == 1:
         return []
+    last = "SETTINGS.pp - 1" if e.plan.virtual_stages == 1 else "len(SETTINGS.stages) - 1"
     return [
-        "        self._first, self._last = stage == 0, stage == SETTINGS.pp - 1",
+        f"        self._first, self._last = stage == 0, stage == {last}",
         "        self._start, self._stop = SETTINGS.stages[stage]",
     ]
 

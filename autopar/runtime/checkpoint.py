@@ -39,7 +39,8 @@ def save(
     loss_scale: LossScale,
 ) -> None:
     """Every rank calls; each writes its own parts."""
-    model = {names.original(n): p.detach() for n, p in parameters.items() if n not in names.parts} | {**buffers}
+    model = {names.original(n): p.detach() for n, p in parameters.items() if names.original(n) not in names.parts}
+    model |= buffers
     model |= names.join({n: full(p) for n, p in parameters.items() if n in names.parts})
     states = {f"{names.original(n)}.{key}": value for n in parameters for key, value in optimizer.states(n).items()}
     saved = {"model": model, "optimizer": states, "step": torch.tensor(step)}

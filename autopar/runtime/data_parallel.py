@@ -74,6 +74,9 @@ class Replicated:
     def before_backward(self, last: bool) -> None:
         """Called before the backward of each micro-batch; `last` of the step's."""
 
+    def after_half(self, last: bool) -> None:
+        """Called after the half of a backward that computes the gradients of weights; `last` of the step's."""
+
     def after_backward(self) -> None:
         """Called after a step's last backward; then each gradient is the global one, or its shard."""
         parameters = [p for p in self._model.parameters() if p.grad is not None]
@@ -109,6 +112,18 @@ class Sharded:
         self._model.set_reshard_after_backward(last or zero == 3)
         # In a pipeline other micro-batches are between forward and backward: their prefetch order must stay.
         self._model.set_is_last_backward(last or self._settings.pp == 1)
+
+    def after_half(self, last: bool) -> None:
+        """What its hooks do in a whole backward: gradients are added up in the dtype of their reduction, and reduced.
+
+        By private functions, as torch's own PipelineStage.perform_reduce_grad: there are no public ones.
+        """
+        self.before_backward(last)
+        state = fully_shard.state(self._model)  # type: ignore[attr-defined]
+        for unit in state._state_ctx.all_states:
+            for group in unit._fsdp_param_groups:
+                group.post_backward()
+        state._root_post_backward_final_callback()
 
     def after_backward(self) -> None:
         """Nothing is left to do: fully_shard has reduced in the backwards."""

@@ -40,6 +40,11 @@ class Mesh:
     def group(self, axis: str) -> dist.ProcessGroup:
         return self.axes[axis].get_group()
 
+    @property
+    def stages(self) -> range:
+        """The pipeline stages of this rank: one, or several virtual ones."""
+        return range(self.rank("pp"), len(self.settings.stages), self.size("pp"))
+
 
 _current: Mesh | None = None
 

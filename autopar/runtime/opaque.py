@@ -117,10 +117,15 @@ class LeftOut:
     """
 
     def __init__(
-        self, names: Sequence[str], original: Callable[[str], str], model: nn.Module, parameters: Mapping[str, Tensor]
+        self,
+        names: Sequence[str],
+        original: Callable[[str], str],
+        models: Iterable[nn.Module],
+        parameters: Mapping[str, Tensor],
     ) -> None:
         self._flag = {name: i for i, name in enumerate(dict.fromkeys(map(original, names)))}
-        self._paths = {module: f"{path}." if path else "" for path, module in model.named_modules()}
+        modules = (named for model in models for named in model.named_modules())
+        self._paths = {module: f"{path}." if path else "" for path, module in modules}
         self._original, self._parameters = original, parameters
 
     def drop(self, mesh: Mesh) -> None:

@@ -25,10 +25,10 @@ class Settings:
     global_batch: int
     micro_batch: int
     sequence: int
-    schedule: str  # "none", "gpipe", "1f1b"
+    schedule: str  # "none", "gpipe", "1f1b", "interleaved", "zero-bubble"
     zero: int
     precision: str  # "bf16", "fp16", "fp32", "fp64"
-    stages: tuple[tuple[int, int], ...]  # layer range of each stage
+    stages: tuple[tuple[int, int], ...]  # layer range of each stage; stage k is on rank k % pp
     optimizer: str = "AdamW"
     optimizer_kwargs: dict[str, Any] = field(default_factory=dict)
     predicted_step_s: float | None = None

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from . import checkpoint
 from .compiled import compile_layers
+from .copies import by_name, copied_names, with_copies
 from .data_parallel import distribute, local_part
 from .mesh import init_mesh
 from .norm import kept_buffers, update_statistics
@@ -43,7 +44,7 @@ class StepResult:
 
 
 class Trainer:
-    """The model of this rank's stage with its data parallelism, optimizer and schedule.
+    """The models of this rank's stages with their data parallelism, optimizer and schedule.
 
     program: the emitted model.py as a module. weights: tensors by original name, a folder with weights.pt
     (or init.json beside the program), or a folder of `save`, which is resumed. lr: over the plan's.
@@ -69,33 +70,39 @@ class Trainer:
         self.mesh = init_mesh(settings, device)
         seed_generators(seed, self.mesh)
         self.settings, self.clip, self.steps = settings, clip, 0
-        self.names = Names(dict(program.TIED), getattr(program, "PARTS", {}))
-        self.model: nn.Module = program.Model(self.mesh.rank("pp")).train()
+        self.models: list[nn.Module] = [program.Model(stage).train() for stage in self.mesh.stages]
+        copies = copied_names(self.models, dict(program.TIED))
+        self.names = Names({**dict(program.TIED), **copies}, getattr(program, "PARTS", {}))
         values = checkpoint.resumed_values(saved, self.names, folder) if saved else read_weights(weights, folder, seed)
         value = self.names.value(values)
         groups, ends = getattr(program, "GROUPS", ()), getattr(program, "ENDS", {})
-        self.data_parallel = distribute(self.model, program.LAYERS, value, self.mesh, groups, ends)
-        if settings.compile:
-            compile_layers(self.model, program.LAYERS)
+        self.data_parallel = [distribute(m, program.LAYERS, value, self.mesh, groups, ends) for m in self.models]
+        for model in self.models if settings.compile else ():
+            compile_layers(model, program.LAYERS)
         unused = self._unused(getattr(program, "UNUSED", ()), value)
-        self.parameters = {**dict(self.model.named_parameters()), **dict(unused.named_parameters())}
-        self.buffers = kept_buffers(self.model) | kept_buffers(unused)
-        self.tied = Tied(program.TIED, self.parameters, self.mesh)
+        self.parameters = by_name([*self.models, unused])
+        self.buffers = {name: b for part in (*self.models, unused) for name, b in kept_buffers(part).items()}
+        self.tied = Tied((*program.TIED, *copies.items()), self.parameters, self.mesh)
         optional = getattr(program, "OPTIONAL", ())
-        self.left_out = LeftOut(optional, self.names.original, self.model, self.parameters)
+        self.left_out = LeftOut(optional, self.names.original, self.models, self.parameters)
         options = settings.optimizer_kwargs | ({} if lr is None else {"lr": lr})
-        groups = getattr(program, "PARAMETER_GROUPS", ())
+        groups = with_copies(getattr(program, "PARAMETER_GROUPS", ()), copies)
         self.optimizer = Optimizer(self.parameters, settings.optimizer, options, groups, settings.offload)
         if settings.offload and self.mesh.device.type == "cuda":
             _use_cores()
         fp16 = settings.precision == "fp16"
         self.loss_scale = loss_scale if loss_scale and fp16 else LossScale(enabled=fp16)
-        self._run = make_run(self.model, self.data_parallel, self.mesh, self.loss_scale)
+        self._run = make_run(self.models, self.data_parallel, self.mesh, self.loss_scale)
         self._count_targets = getattr(program, "count_targets", None)
         if saved:
             self.steps = checkpoint.load(saved, self.parameters, self.optimizer, self.names, self.buffers)
             checkpoint.load_loss_scale(saved, self.loss_scale)
             seed_generators(seed + self.steps, self.mesh)  # not the dropout masks of the first steps again
+
+    @property
+    def model(self) -> nn.Module:
+        """The model of this rank's stage, or a list of those of its virtual stages."""
+        return self.models[0] if len(self.models) == 1 else nn.ModuleList(self.models)
 
     def step(self, batch: Batch) -> StepResult:
         """Train on this replica's samples of one global batch: [global_batch / dp, ...] a tensor.
@@ -110,12 +117,14 @@ class Trainer:
         self.optimizer.zero_grad()
         self._count(batch)
         loss = self._run(batch)
-        self.data_parallel.after_backward()
+        for stage in self.data_parallel:
+            stage.after_backward()
         self.tied.sum_gradients()
         self.left_out.drop(self.mesh)
         result = self._totals(loss)
         self._update(result)
-        update_statistics(self.model)
+        for model in self.models:
+            update_statistics(model)
         self.steps += 1
         return result
 
@@ -164,7 +173,7 @@ class Trainer:
 
     def _check_sizes(self, batch: Batch) -> None:
         planned = self.settings
-        forward = inspect.signature(self.model.forward).parameters.values()
+        forward = inspect.signature(self.models[0].forward).parameters.values()
         taken = [p.name for p in forward if p.kind is p.KEYWORD_ONLY]
         if taken and batch.keys() != set(taken):
             raise ValueError(f"the batch has {', '.join(batch)}, but this program takes {', '.join(taken)}")
@@ -187,7 +196,8 @@ class Trainer:
                 total = count.double()  # a sum of half-precision masks would be rounded at every rank
                 dist.all_reduce(total, group=self.mesh.group("dp"))
                 count = total.to(count.dtype)
-            setattr(self.model, f"_count_{i}" if i > 1 else "_count", count)
+            for model in self.models:
+                setattr(model, f"_count_{i}" if i > 1 else "_count", count)
 
     def _totals(self, loss: Tensor) -> StepResult:
         """Loss and gradient norm, the same on every rank, by one all-reduce."""

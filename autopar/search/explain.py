@@ -133,11 +133,17 @@ def step_parts(candidate: Candidate) -> dict[str, float]:
 
 def describe(plan: Plan) -> str:
     """The choices of a plan in one phrase: pp2·dp8·tp4, zero 1, 1 × 64 1f1b, recompute none."""
-    schedule = f" {plan.schedule}" if plan.schedule != "none" else ""
+    schedule = f" {schedule_text(plan)}" if plan.schedule != "none" else ""
     batches = f"{plan.micro_batch} × {plan.accumulation}{schedule}"
     loss = f", loss in {plan.loss_chunks} slices" if plan.loss_chunks > 1 else ""
     over_cp = f" ({plan.context.name})" if plan.mesh.cp > 1 else ""
     return f"{plan.mesh}{over_cp}, zero {plan.sharding}, {batches}, recompute {recompute_text(plan)}{loss}"
+
+
+def schedule_text(plan: Plan) -> str:
+    """ "1f1b", "interleaved ×2" (stages a rank); "–" without a pipeline."""
+    name = plan.schedule if plan.schedule != "none" else "–"
+    return f"{name} ×{plan.virtual_stages}" if plan.virtual_stages > 1 else name
 
 
 def recompute_text(plan: Plan) -> str:
@@ -152,7 +158,7 @@ def _row(number: int, candidate: Candidate) -> list[str]:
         *(str(plan.mesh.size(axis)) for axis in ("pp", "dp", "cp", "tp")),
         plan.sharding,
         f"{plan.micro_batch} × {plan.accumulation}",
-        plan.schedule if plan.schedule != "none" else "–",
+        schedule_text(plan),
         recompute_text(plan),
         duration(estimate.step_time_s),
         _rate(estimate.tokens_per_s_per_gpu),
@@ -187,12 +193,12 @@ def _stage_text(number: int, stage: StageLedger, estimate: Estimate) -> str:
 
 
 def _stage_name(number: int, stage: StageLedger, stages: int) -> str:
-    start, stop = stage.layers
-    parts = [f"layers {start}–{stop - 1}"]
+    parts = [f"layers {' and '.join(f'{start}–{stop - 1}' for start, stop in stage.ranges)}"]
     parts += ["embedding"] if number == 0 else []
     parts += ["head"] if number == stages - 1 else []
     parts += [f"recomputed: {n} × {what}" for what, n in stage.recomputed]
-    return f"stage {number} ({', '.join(parts)})"
+    virtual = [str(number + k * stages) for k in range(len(stage.ranges))]
+    return f"stage{'s' * (len(virtual) > 1)} {' and '.join(virtual)} ({', '.join(parts)})"
 
 
 def _plain(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:

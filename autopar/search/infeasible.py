@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from autopar.cost_models.compute import ModelPrice, stage_shape
 from autopar.cost_models.hardware import Hardware
 from autopar.cost_models.memory import MemoryTerm, total_bytes
-from autopar.cost_models.step_time import host_room_bytes, stage_host_ledger, stage_ledger
+from autopar.cost_models.step_time import host_room_bytes, rank_host_ledger, rank_ledger
 
 from .loss_chunks import smallest_logits
 from .sizes import gib
@@ -58,7 +58,8 @@ def _leanest(cases: Sequence[Case], request: Request, hardware: Hardware) -> lis
     groups: dict[tuple[object, ...], list[Case]] = {}
     for case in cases:
         choice = case.choice
-        groups.setdefault((choice.mesh, choice.schedule, choice.sharding, case.price.model.solution), []).append(case)
+        kind = (choice.mesh, choice.schedule, choice.virtual_stages, choice.sharding, case.price.model.solution)
+        groups.setdefault(kind, []).append(case)
     picked = [pick(g, key=lambda case: case.choice.micro_batch) for g in groups.values() for pick in (min, max)]
     picked = [replace(case, price=smallest_logits(case.price, request)) for case in picked]
     bounds = [StageCosts(case.choice, case.price, request, hardware).average_bytes() for case in picked]
@@ -68,27 +69,29 @@ def _leanest(cases: Sequence[Case], request: Request, hardware: Hardware) -> lis
 def _least_memory(
     case: Case, recompute: Recompute, request: Request, hardware: Hardware
 ) -> tuple[float, int, tuple[MemoryTerm, ...]]:
-    """(peak bytes of the fullest stage, that stage, its ledger), layers spread evenly over the stages."""
-    price, setting = case.price, setting_for(case.choice, request, hardware)
-    layers, stages = len(price.layers), case.choice.mesh.pp
-    peaks = []
-    for stage in range(stages):
-        ranges = (layers * stage // stages, layers * (stage + 1) // stages)
-        shape = stage_shape(price, *ranges, request.pins.again or ())
-        shape = replace(shape, recomputed=pinned_recompute(recompute, price, shape))
-        terms = stage_ledger(price, shape, stage, ranges, setting)
-        peaks.append((total_bytes(terms), stage, terms))
-    return max(peaks, key=lambda peak: peak[0])
+    """(peak bytes of the fullest rank, that rank, its ledger), layers spread evenly over the stages."""
+    price, setting, pp = case.price, setting_for(case.choice, request, hardware), case.choice.mesh.pp
+    ranges = _even(case)
+    shapes = [stage_shape(price, *of, request.pins.again or ()) for of in ranges]
+    if not setting.in_halves:
+        shapes = [replace(shape, recomputed=pinned_recompute(recompute, price, shape)) for shape in shapes]
+    ledgers = [rank_ledger(price, shapes[rank::pp], ranges[rank::pp], rank, setting) for rank in range(pp)]
+    return max(((total_bytes(terms), rank, terms) for rank, terms in enumerate(ledgers)), key=lambda peak: peak[0])
+
+
+def _even(case: Case) -> list[tuple[int, int]]:
+    layers, stages = len(case.price.layers), case.choice.mesh.pp * case.choice.virtual_stages
+    return [(layers * stage // stages, layers * (stage + 1) // stages) for stage in range(stages)]
 
 
 def _host_text(case: Case, request: Request, hardware: Hardware) -> str:
     """The GPUs have room, and the host has not."""
-    setting, layers, stages = setting_for(case.choice, request, hardware), len(case.price.layers), case.choice.mesh.pp
-    need_bytes = 0.0
-    for stage in range(stages):
-        ranges = (layers * stage // stages, layers * (stage + 1) // stages)
-        kept = stage_host_ledger(case.price, stage_shape(case.price, *ranges), stage, ranges, setting)
-        need_bytes = max(need_bytes, total_bytes(kept))
+    setting, pp, ranges = setting_for(case.choice, request, hardware), case.choice.mesh.pp, _even(case)
+    shapes = [stage_shape(case.price, *of) for of in ranges]
+    need_bytes = max(
+        total_bytes(rank_host_ledger(case.price, shapes[rank::pp], ranges[rank::pp], rank, setting))
+        for rank in range(pp)
+    )
     return (
         f"no plan fits the memory of the hosts with {request.pins}: the nearest ({case.choice.mesh}, zero "
         f"{case.choice.sharding}) keeps {gib(need_bytes)} a GPU there, and a GPU's share of its node is "

@@ -18,12 +18,16 @@ from autopar.cost_models.layer_costs import ModelCosts
 from autopar.cost_models.step_time import Estimate, estimate_price, update_time_s
 from autopar.errors import InfeasibleError
 from autopar.plan import Optimizer, Plan, Solution
+from autopar.recompute import Again
 from autopar.rules.coupling import Coupling
 
+from .boundaries import Ranges
+from .bounds import bound_s, bubble_s
 from .infeasible import Case, infeasible_text
 from .loss_chunks import chunkable, loss_prices
 from .space import Choice, Pins, Request, enumerate_space
-from .stages import StageCosts, setting_for, split
+from .stages import StageCosts, setting_for
+from .virtual import split_virtual
 
 
 @dataclass(frozen=True)
@@ -146,13 +150,9 @@ def _cases(
 
 
 def _bound_s(choice: Choice, price: ModelPrice, request: Request, hardware: Hardware) -> float:
-    """No step is shorter: the pipeline's bound, then the optimizer's time on the average stage.
-
-    Stage k starts after one forward through the stages before it, and its last backward is followed by one
-    through them: T ≥ m·w_k + Σ_{i<k} w_i. Where all pp of these are equal, Σ w_k = T·(1 − (1 − 1/m)^pp).
-    """
+    """No step is shorter: the pipeline's bound, then the optimizer's time on the average stage."""
     update_s = update_time_s(price.parameters / choice.mesh.pp, setting_for(choice, request, hardware))
-    return price.work_s / (1 - (1 - 1 / choice.micro_batches) ** choice.mesh.pp) + update_s
+    return bound_s(choice, price) + update_s
 
 
 def _solve(case: Case, request: Request, hardware: Hardware, limit_s: float) -> tuple[Candidate | None, bool]:
@@ -173,13 +173,27 @@ def _solve(case: Case, request: Request, hardware: Hardware, limit_s: float) -> 
 
 def _solve_one(case: Case, request: Request, hardware: Hardware, limit_s: float) -> tuple[Candidate | None, bool]:
     choice, price = case.choice, case.price
-    costs = StageCosts(choice, price, request, hardware, limit_s / choice.micro_batches)
+    room_s = limit_s - bubble_s(choice, price)
+    costs = StageCosts(choice, price, request, hardware, room_s / choice.micro_batches)
     if costs.average_bytes() > request.budget_bytes:
         return None, False
-    ranges = split(len(price.layers), choice.mesh.pp, costs, costs.work_s, costs.limit_s, costs.grows)
+    ranges = (
+        costs.split()
+        if choice.virtual_stages == 1
+        else split_virtual(
+            costs, lambda ranges: estimate_price(price, _plan(case, request, ranges), hardware).step_time_s, limit_s
+        )
+    )
     if ranges is None:
         return None, limit_s < inf  # under a limit, None may mean too slow
-    plan = Plan(
+    plan = _plan(case, request, ranges, costs.recompute(ranges))
+    estimate = estimate_price(price, plan, hardware)
+    return Candidate(plan, price.model, estimate) if estimate.step_time_s < limit_s else None, True
+
+
+def _plan(case: Case, request: Request, ranges: Ranges, recompute: tuple[Again, ...] = ()) -> Plan:
+    choice = case.choice
+    return Plan(
         mesh=choice.mesh,
         global_batch=request.global_batch,
         micro_batch=choice.micro_batch,
@@ -189,17 +203,15 @@ def _solve_one(case: Case, request: Request, hardware: Hardware, limit_s: float)
         zero=choice.zero,
         hsdp=choice.hsdp,
         offload=choice.offload,
-        recompute=costs.recompute(ranges),
+        recompute=recompute,
         precision=request.precision,
         optimizer=request.optimizer,
-        loss_chunks=price.loss_chunks,
+        loss_chunks=case.price.loss_chunks,
         compile=request.compile,
-        solution=Solution(choice.mesh.tp, {}, price.model.solution),
+        solution=Solution(choice.mesh.tp, {}, case.price.model.solution),
         reduce_dtype=request.pins.reduce_dtype,
-        context=Solution(choice.mesh.cp, {}, price.model.context),
+        context=Solution(choice.mesh.cp, {}, case.price.model.context),
     )
-    estimate = estimate_price(price, plan, hardware)
-    return Candidate(plan, price.model, estimate) if estimate.step_time_s < limit_s else None, True
 
 
 class _Ranking:

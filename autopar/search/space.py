@@ -13,6 +13,9 @@ from autopar.mesh import AXES, Mesh
 from autopar.plan import CONTEXT_LAYOUTS, Optimizer, check_precision, sharding_text
 from autopar.recompute import FORM, Again, choice, whole_layers
 from autopar.rules.coupling import Coupling
+from autopar.schedules import why_not_split
+
+from .schedules import recomputes, schedule_reasons, schedules
 
 Recompute = str | int | tuple[int, ...] | tuple[Again, ...]
 
@@ -37,6 +40,7 @@ class Pins:
     offload: bool | None = None
     micro_batch: int | None = None
     schedule: str | None = None
+    virtual_stages: int | None = None
     recompute: Recompute | None = None
     loss_chunks: int | None = None
     reduce_dtype: str | None = None
@@ -50,7 +54,7 @@ class Pins:
                 raise PlanError(f"forbid={name!r}: use one of {', '.join(sorted(names))}")
         if self.attention not in (None, *CONTEXT_LAYOUTS):
             raise PlanError(f"attention={self.attention!r}: use one of {', '.join(CONTEXT_LAYOUTS)}")
-        for name in ("pp", "dp", "cp", "tp", "hsdp", "micro_batch", "loss_chunks"):
+        for name in ("pp", "dp", "cp", "tp", "hsdp", "micro_batch", "virtual_stages", "loss_chunks"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PlanError(f"{name}={value}: use 1 or more")
@@ -113,6 +117,7 @@ class Choice:
     zero: int
     hsdp: int | None = None
     offload: bool = False
+    virtual_stages: int = 1
 
     @property
     def sharding(self) -> str:
@@ -139,7 +144,7 @@ def enumerate_space(
     reasons = _reasons(request, cluster, layers, solved, illegal)
     meshes = [mesh for mesh in _meshes(cluster.gpus, layers, solved) if _allowed(mesh, request)]
     per_node = cluster.hardware.gpus_per_node
-    choices = tuple(choice for mesh in meshes for choice in _choices(mesh, request, per_node))
+    choices = tuple(choice for mesh in meshes for choice in _choices(mesh, request, layers, per_node))
     if not choices:
         pinned = f" with {request.pins}" if str(request.pins) else ""
         why = "; ".join(reasons) or "the pins contradict each other"
@@ -209,23 +214,18 @@ def _allowed(mesh: Mesh, request: Request) -> bool:
     return request.global_batch % mesh.dp == 0 and all(pins.allows(axis, mesh.size(axis)) for axis in AXES)
 
 
-def _choices(mesh: Mesh, request: Request, per_node: int) -> Iterator[Choice]:
+def _choices(mesh: Mesh, request: Request, layers: int, per_node: int) -> Iterator[Choice]:
     pins = request.pins
     samples = request.global_batch // mesh.dp
     for micro_batch in divisors(samples) if request.coupling is None else [samples]:
         if not pins.allows("micro_batch", micro_batch):
             continue
         m = samples // micro_batch
-        schedules = [name for name in _schedules(mesh.pp, m) if pins.allows("schedule", name)]
-        for schedule, sharding in product(schedules, _shardings(mesh, m, pins, per_node)):
-            yield Choice(mesh, micro_batch, m, schedule, *sharding)
-
-
-def _schedules(pp: int, micro_batches: int) -> tuple[str, ...]:
-    """1f1b first: as fast as gpipe with fewer micro-batches in flight. It needs m ≥ pp."""
-    if pp == 1:
-        return ("none",)
-    return ("1f1b", "gpipe") if micro_batches >= pp else ("gpipe",)
+        for (schedule, v), sharding in product(
+            schedules(mesh.pp, m, layers, pins), _shardings(mesh, m, pins, per_node)
+        ):
+            if not why_not_split(schedule, sharding[0], recomputes(pins), request.compile):
+                yield Choice(mesh, micro_batch, m, schedule, *sharding, v)
 
 
 def _shardings(mesh: Mesh, micro_batches: int, pins: Pins, per_node: int) -> list[tuple[int, int | None, bool]]:
@@ -285,8 +285,4 @@ def _reasons(
         reasons.append(f"hsdp={pins.hsdp} needs zero=1, 2 or 3 and data ranks that it divides")
     if pins.offload:
         reasons.append("offload needs zero=1, 2 or 3")
-    if pins.schedule == "1f1b":
-        reasons.append("1f1b needs pp > 1 and at least pp micro-batches")
-    if pins.schedule == "none" and pins.pp != 1:
-        reasons.append("schedule=none is for pp=1")
-    return reasons
+    return reasons + schedule_reasons(request.pins, cluster.gpus, layers)

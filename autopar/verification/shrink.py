@@ -37,8 +37,9 @@ def small_enough(job: Job, plan: Plan) -> tuple[nn.Module, Plan, str]:
     mesh = replace(mesh, dp=1) if mesh.world_size > MOST_PROCESSES else mesh
     if grouped := bool(plan.hsdp) and mesh.world_size // mesh.dp * 4 <= MOST_PROCESSES:
         mesh = replace(mesh, dp=4)
-    layers = 2 * mesh.pp
-    stages = tuple((i * 2, i * 2 + 2) for i in range(mesh.pp))
+    count = mesh.pp * min(plan.virtual_stages, 2)
+    layers = 2 * count
+    stages = tuple((i * 2, i * 2 + 2) for i in range(count))
     schedule = plan.schedule if mesh.pp > 1 else "none"
     recompute = _shrunk_recompute(plan, stages)
     small = replace(

@@ -107,6 +107,7 @@ class Subject:
         reduce_dtype: str | None = None,
         hsdp: int | None = None,
         offload: bool = False,
+        virtual_stages: int = 1,
     ) -> Plan:
         layers = len(self.program.layer_calls)
         plan = Plan(
@@ -114,7 +115,7 @@ class Subject:
             global_batch=global_batch,
             micro_batch=micro_batch,
             sequence=sequence,
-            stages=stages(layers, pp),
+            stages=stages(layers, pp * virtual_stages),
             schedule=schedule if pp > 1 else "none",
             zero=zero,
             hsdp=hsdp,

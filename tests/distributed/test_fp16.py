@@ -50,7 +50,8 @@ class Run:
 
 def spoil(trainer: Trainer, when: Callable[[], bool], name: str | None = None) -> None:
     """After each backward for which `when()`: an inf in this rank's part of a gradient (of the first parameter)."""
-    after_backward = trainer.data_parallel.after_backward
+    (replicas,) = trainer.data_parallel
+    after_backward = replicas.after_backward
 
     def spoilt() -> None:
         after_backward()
@@ -59,7 +60,7 @@ def spoil(trainer: Trainer, when: Callable[[], bool], name: str | None = None) -
             part = next(local_part(p.grad) for p in held if p.grad is not None and local_part(p.grad).numel())
             part.view(-1)[0] = math.inf
 
-    trainer.data_parallel.after_backward = spoilt  # type: ignore[method-assign]
+    replicas.after_backward = spoilt  # type: ignore[method-assign]
 
 
 def train(trainer: Trainer, of: Subject, leave_out: int | None = None) -> Run:

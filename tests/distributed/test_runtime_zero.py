@@ -61,13 +61,14 @@ def resident(model: torch.nn.Module) -> Resident:
 def watch_between_micro_batches(trainer: Trainer) -> list[Resident]:
     """What is held before the backward of each micro-batch of a step but the first."""
     seen: list[Resident] = []
-    before_backward: Callable[[bool], None] = trainer.data_parallel.before_backward
+    (replicas,) = trainer.data_parallel
+    before_backward: Callable[[bool], None] = replicas.before_backward
 
     def watched(last: bool) -> None:
         seen.append(resident(trainer.model))
         before_backward(last)
 
-    trainer.data_parallel.before_backward = watched  # type: ignore[method-assign]
+    replicas.before_backward = watched  # type: ignore[method-assign]
     return seen
 
 

@@ -1,88 +1,85 @@
-"""Schedules against torch's own tables, closed forms, and each other."""
+"""The simulation against closed forms, and against itself."""
 
 from __future__ import annotations
-
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe
 
-from autopar.cost_models.pipeline import in_flight, order, simulate, simulate_one
+from autopar.cost_models.pipeline import simulate, simulate_one
+from autopar.schedules import why_not
 
-TORCH = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-
-
-def torch_order(schedule: str, stage: int, stages: int, micro_batches: int) -> list[tuple[str, int]]:
-    """The chunks that torch's own step loop runs on a stage, recorded by a stand-in for its PipelineStage.
-
-    Not `_get_pipeline_order`: in torch 2.13 its 1F1B table is off by one micro-batch on the last stage.
-    """
-    ran: list[tuple[str, int]] = []
-    recorder = MagicMock(stage_index=stage, is_last=stage == stages - 1)
-    for name in ("get_fwd_recv_ops", "get_fwd_send_ops", "get_bwd_recv_ops", "get_bwd_send_ops"):
-        getattr(recorder, name).return_value = []
-    recorder.forward_one_chunk.side_effect = lambda i, *args, **kwargs: ran.append(("F", i))
-    recorder.backward_one_chunk.side_effect = lambda i, *args, **kwargs: ran.append(("B", i))
-    loop = MagicMock(_n_microbatches=micro_batches, _num_stages=stages, _stage=recorder)
-    loop._check_inputs.return_value = ([()] * micro_batches, [{}] * micro_batches)
-    TORCH[schedule]._step_microbatches(loop)
-    return ran
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 2), (2, 5), (3, 3), (4, 4), (4, 16), (8, 11)])
-def test_orders_are_torchs(schedule: str, stages: int, micro_batches: int) -> None:
-    for stage in range(stages):
-        ours = [(str(kind), i) for kind, i in order(schedule, stage, stages, micro_batches)]
-        assert ours == torch_order(schedule, stage, stages, micro_batches)
-
-
-@given(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 8), st.integers(1, 20))
-def test_micro_batches_in_flight_follow_from_the_order(schedule: str, stages: int, micro_batches: int) -> None:
-    for stage in range(stages):
-        held = most = 0
-        for op in order(schedule, stage, stages, micro_batches):
-            held += 1 if op.kind == "F" else -1
-            most = max(most, held)
-        assert held == 0
-        assert most == in_flight(schedule, stage, stages, micro_batches)
-
-
-def test_one_stage_runs_micro_batches_in_turn() -> None:
-    assert [str(op.kind) for op in order("none", 0, 1, 3)] == ["F", "B"] * 3
-    assert in_flight("none", 0, 1, 3) == 1
+MULTI = [("interleaved", 2), ("interleaved", 3), ("zero-bubble", 1), ("zero-bubble", 2)]
+EVERY = [("gpipe", 1), ("1f1b", 1), *MULTI]
 
 
 @given(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 6), st.integers(1, 20), st.floats(0.1, 3), st.floats(0.1, 3))
 def test_equal_stages_take_the_closed_form(schedule: str, p: int, m: int, forward: float, backward: float) -> None:
-    ends = simulate_one(schedule, [[forward] * m] * p, [[backward] * m] * p, [0.0] * (p - 1))
+    ends = simulate_one(schedule, p, m, [forward] * p, [backward] * p, [0.0] * (p - 1))
     assert max(ends) == pytest.approx((m + p - 1) * (forward + backward))
+
+
+@pytest.mark.parametrize("p", [2, 4])
+@pytest.mark.parametrize("v", [2, 3])
+@pytest.mark.parametrize("rounds", [1, 3, 40])
+def test_interleaved_takes_the_closed_form(p: int, v: int, rounds: int) -> None:
+    """COST_MODEL 2.3: m(F + B) + (p − 1)(F + B)/v where p divides m, F and B of a whole rank."""
+    m, stages = rounds * p, p * v
+    ends = simulate_one("interleaved", p, m, [1.0 / v] * stages, [2.0 / v] * stages, [0.0] * (stages - 1))
+    assert max(ends) == pytest.approx(3.0 * m + (p - 1) * 3.0 / v)
+
+
+@pytest.mark.parametrize("p", [2, 4])
+@pytest.mark.parametrize("m", [8, 24])
+def test_zero_bubble_has_the_bubble_of_its_paper(p: int, m: int) -> None:
+    """ZB-H1: (p − 1)(F + B − 2W), where B is both halves, here a third of 1F1B's."""
+    ends = simulate_one("zero-bubble", p, m, [1.0] * p, [1.0] * p, [0.0] * (p - 1), weight_s=[1.0] * p)
+    assert max(ends) == pytest.approx(3.0 * m + (p - 1) * 1.0)
 
 
 def test_a_slow_last_stage_takes_the_closed_form() -> None:
     forward, backward, m = [1.0, 1.0, 1.0, 1.3], [2.0, 2.0, 2.0, 2.6], 16
-    ends = simulate_one("1f1b", [[f] * m for f in forward], [[b] * m for b in backward], [0.0] * 3)
+    ends = simulate_one("1f1b", 4, m, forward, backward, [0.0] * 3)
     assert max(ends) == pytest.approx(sum(forward) + sum(backward) + (m - 1) * 3.9)
 
 
-@given(
-    st.sampled_from(["gpipe", "1f1b"]),
-    st.integers(1, 5),
-    st.integers(1, 9),
-    st.integers(0, 2**32 - 1),
-)
-def test_arrays_and_single_configurations_agree(schedule: str, p: int, m: int, seed: int) -> None:
+@given(st.sampled_from(EVERY), st.integers(1, 4), st.integers(1, 9), st.integers(0, 2**32 - 1))
+def test_arrays_and_single_configurations_agree(kind: tuple[str, int], p: int, m: int, seed: int) -> None:
+    schedule, v = kind
+    if schedule in ("interleaved", "zero-bubble") and (p == 1 or why_not(schedule, p, v, m)):
+        return
     generator = np.random.default_rng(seed)
-    forward, backward = generator.random((p, m, 3)), generator.random((p, m, 3))
-    send = generator.random((p - 1, 3))
-    timeline = simulate(schedule, forward, backward, send)
+    stages = p * v
+    forward, backward, weight = (generator.random((stages, 3)) for _ in range(3))
+    weight *= schedule == "zero-bubble"
+    first, send = generator.random((stages, 3)), generator.random((stages - 1, 3))
+    each = np.repeat(forward[:, None], m, axis=1)
+    each[:, 0] += first
+    backwards, weights = (np.repeat(x[:, None], m, axis=1) for x in (backward, weight))
+    timeline = simulate(schedule, p, each, backwards, send, weights)
     for n in range(3):
-        one = simulate_one(schedule, forward[..., n].tolist(), backward[..., n].tolist(), send[..., n].tolist())
+        one = simulate_one(
+            schedule, p, m, *(x[:, n].tolist() for x in (forward, backward, send)),
+            first_s=first[:, n].tolist(), weight_s=weight[:, n].tolist(),
+        )  # fmt: skip
         assert timeline.end_s[:, n].tolist() == pytest.approx(one)
-    # A stage works all its ops, after the forwards and before the backwards of the stages before it.
-    work = timeline.busy_s
-    before = np.concatenate([np.zeros((1, 3)), np.cumsum(forward[:, 0], axis=0)[:-1]])
-    assert (timeline.end_s >= work + before - 1e-9).all()
+    # A rank works all its ops, after the forwards of the stages before its first.
+    before = np.concatenate([np.zeros((1, 3)), np.cumsum(each[:p, 0], axis=0)[:-1]])
+    assert (timeline.end_s >= timeline.busy_s + before - 1e-9).all()
+
+
+@pytest.mark.parametrize(("schedule", "v"), MULTI)
+@pytest.mark.parametrize("seed", range(6))
+def test_many_rounds_are_extrapolated_exactly(schedule: str, v: int, seed: int) -> None:
+    """Seeds 0–2: nearly equal stages, where the busiest rank tells late."""
+    generator = np.random.default_rng(seed)
+    p, m = 4, 4 * 40
+    spread = 0.01 if seed < 3 else 1.0
+    forward, backward, weight = ((1 + spread * generator.random(p * v)).tolist() for _ in range(3))
+    send = (0.1 * generator.random(p * v - 1)).tolist()
+    weight = weight if schedule == "zero-bubble" else [0.0] * (p * v)
+    fast = simulate_one(schedule, p, m, forward, backward, send, weight_s=weight)
+    each, backwards, weights = (np.repeat(np.array(x)[:, None], m, axis=1) for x in (forward, backward, weight))
+    whole = simulate(schedule, p, each, backwards, np.array(send), weights)
+    assert fast == pytest.approx(whole.end_s.tolist(), rel=1e-9)

@@ -47,13 +47,14 @@ def splits(layers: int, stages: int) -> list[tuple[tuple[int, int], ...]]:
 
 
 def brute_force(price: ModelPrice, choice: Choice, request: Request, hardware: Hardware) -> float:
-    """Seconds of a step, over all recompute sets and all splits, of the plan whose slowest stage takes least."""
+    """Seconds of a step, over all recompute sets and all splits, of the plan whose slowest rank takes least."""
     best = (inf, inf, inf)
     seen = set()
-    for ranges, chosen in product(splits(LAYERS, choice.mesh.pp), recomputes(LAYERS)):
+    stages = choice.mesh.pp * choice.virtual_stages
+    for ranges, chosen in product(splits(LAYERS, stages), recomputes(LAYERS)):
         recompute = again_of({layer: what for layer, what in enumerate(chosen) if what})
         shapes = tuple(stage_shape(price, start, stop, recompute) for start, stop in ranges)
-        if shapes in seen or not all(map(two_kinds, shapes)):
+        if shapes in seen or not all(map(two_kinds, shapes)) or (recompute and choice.schedule == "zero-bubble"):
             continue
         seen.add(shapes)
         plan = Plan(
@@ -85,13 +86,15 @@ def two_kinds(shape: StageShape) -> bool:
 
 
 def steady_s(price: ModelPrice, plan: Plan, hardware: Hardware) -> list[float]:
-    """Seconds of one micro-batch on each stage, without what happens once a step."""
+    """Seconds of one micro-batch on each rank, without what happens once a step."""
     shapes = [stage_shape(price, start, stop, plan.recompute) for start, stop in plan.stages]
-    data = [data_time(price, shape, setting_of(plan, hardware)) for shape in shapes]
-    return [
-        stage_time(price, shape).total_s + comm.each_forward.exposed_s + comm.each_backward.exposed_s
+    setting = setting_of(plan, hardware)
+    data = [data_time(price, shape, setting) for shape in shapes]
+    stages = [
+        stage_time(price, shape, setting.in_halves).total_s + comm.each_forward.exposed_s + comm.each_backward.exposed_s
         for shape, comm in zip(shapes, data, strict=True)
     ]
+    return [sum(stages[rank :: plan.mesh.pp]) for rank in range(plan.mesh.pp)]
 
 
 @settings(max_examples=8, deadline=None, phases=[Phase.generate], derandomize=True)
@@ -170,7 +173,7 @@ def test_pinned_recompute_is_kept() -> None:
 def test_layers_that_follow_each_other_are_recomputed_in_groups() -> None:
     """32 layers on 2 stages, 16 of them in groups of 5 where a pin says so; the rest of each stage by itself."""
     chained = [replace(model(tp=2), chains=(0,) * 32)]
-    pins = Pins(pp=2, tp=2, dp=16, recompute="groups of 5")
+    pins = Pins(pp=2, tp=2, dp=16, recompute="groups of 5", schedule="1f1b")
     found = search(chained, Cluster(64), global_batch=512, sequence=8192, pins=pins).chosen.plan
     groups = [(again.start, again.stop) for again in found.recompute if again.group == 5]
     cut = found.stages[0][1]

@@ -8,6 +8,7 @@ from autopar.cost_models.hardware import Cluster
 from autopar.errors import PlanError
 from autopar.mesh import Mesh
 from autopar.rules.coupling import Coupling
+from autopar.schedules import SCHEDULES, why_not, why_not_split
 from autopar.search.space import Pins, Request, Space, enumerate_space
 
 SOLVED = [(1, 1), (1, 2), (1, 4), (1, 8)]  # cp, tp
@@ -23,14 +24,20 @@ def test_every_choice_is_legal() -> None:
         mesh = choice.mesh
         assert mesh.world_size <= 8 and mesh.pp <= 4
         assert choice.micro_batch * choice.micro_batches * mesh.dp == 16
-        assert choice.schedule == "none" if mesh.pp == 1 else choice.schedule in ("gpipe", "1f1b")
+        assert choice.schedule == "none" if mesh.pp == 1 else choice.schedule in SCHEDULES[1:]
+        assert not why_not(choice.schedule, mesh.pp, choice.virtual_stages, choice.micro_batches)
+        assert not why_not_split(choice.schedule, choice.zero, recompute=False)
+        assert mesh.pp * choice.virtual_stages <= 4
         assert choice.schedule != "1f1b" or choice.micro_batches >= mesh.pp
         assert choice.zero == 0 or mesh.dp > 1 or choice.offload
         assert choice.zero > 0 or not choice.offload
 
 
 def test_reasons_are_named() -> None:
-    assert space().not_legal == ("tp=3 (4 heads)", "pp=8 (4 layers)")
+    assert space().not_legal == (
+        "tp=3 (4 heads)", "pp=8 (4 layers)", "zero-bubble with zero=2 or 3 (its halves of a backward do not reshard)",
+        "zero-bubble with recompute (the second half would run it again)",
+    )  # fmt: skip
     assert "dp=8 (global batch 12)" in space(batch=12).not_legal
 
 
@@ -38,7 +45,10 @@ def test_pins_and_bans_restrict() -> None:
     assert {choice.mesh for choice in space(pp=2, tp=2, dp=2).choices} == {Mesh(pp=2, dp=2, tp=2)}
     assert {choice.zero for choice in space(zero=2).choices} == {2}
     banned = space(forbid={"schedule": ("gpipe",), "pp": (4,)}).choices
-    assert {choice.schedule for choice in banned} == {"none", "1f1b"}
+    assert {choice.schedule for choice in banned} == {"none", "1f1b", "interleaved", "zero-bubble"}
+    assert {choice.virtual_stages for choice in space(schedule="interleaved").choices} == {2}
+    assert {choice.virtual_stages for choice in space(schedule="zero-bubble", virtual_stages=1).choices} == {1}
+    assert not [c for c in space(recompute="full").choices if c.schedule == "zero-bubble"]
     assert {choice.mesh.pp for choice in banned} == {1, 2, 3}
 
 
@@ -51,6 +61,11 @@ def test_pins_and_bans_restrict() -> None:
         ({"batch": 10, "dp": 4}, "global_batch=10 is not divisible by dp=4: use global_batch=8 or 12"),
         ({"batch": 10, "dp": 2, "micro_batch": 3}, "micro_batch=3 × dp=2 = 6: use global_batch=6 or 12"),
         ({"schedule": "1f1b", "pp": 1}, "1f1b needs pp > 1"),
+        ({"schedule": "interleaved", "virtual_stages": 1}, "interleaved needs pp > 1, virtual_stages of 2 or more"),
+        ({"schedule": "1f1b", "virtual_stages": 2}, "virtual_stages > 1 are for interleaved and zero-bubble"),
+        ({"virtual_stages": 4, "pp": 2}, r"virtual_stages=4 \(pp · virtual_stages stages of 4 layers\)"),
+        ({"schedule": "zero-bubble", "dp": 2, "zero": 3}, "zero-bubble with zero=2 or 3"),
+        ({"schedule": "zero-bubble", "recompute": "full"}, "zero-bubble with recompute"),
         ({"pp": 8}, r"pp=8 \(4 layers\)"),
         (
             {"recompute": "some"},

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.search.stages import Ranges, StageCost, split
+from autopar.search.boundaries import Ranges, StageCost, split
 
 layer_times = st.lists(st.integers(1, 9), min_size=1, max_size=8)
 

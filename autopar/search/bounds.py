@@ -1,0 +1,51 @@
+"""Lower bounds of a step, before layers are spread over stages."""
+
+from __future__ import annotations
+
+from autopar.cost_models.compute import ModelPrice
+from autopar.schedules import MULTI_STAGE
+
+from .space import Choice
+
+
+def bound_s(choice: Choice, price: ModelPrice) -> float:
+    """No step is shorter.
+
+    Stage k starts after one forward through the stages before it, and its last backward is followed by one
+    through them: T ≥ m·w_k + Σ_{i<k} w_i. Where all pp of these are equal, Σ w_k = T·(1 − (1 − 1/m)^pp).
+
+    Of virtual stages and halves of a backward, one micro-batch passes through all, and the average rank works all it
+    has beside its bubble.
+    """
+    m, pp, work_s = choice.micro_batches, choice.mesh.pp, price.work_s
+    if choice.schedule in MULTI_STAGE:
+        chain_s = _chain_s(price) if choice.schedule == "zero-bubble" else work_s
+        return max(m * work_s / pp + bubble_s(choice, price), chain_s)
+    return work_s / (1 - (1 - 1 / m) ** pp)
+
+
+def bubble_s(choice: Choice, price: ModelPrice) -> float:
+    """What a rank idles at least, beside forward and backward of its micro-batches, where stages are nearly equal.
+
+    pp − 1 stages of as many layers as each has at least, and of the shortest kind: F + B of interleaved, F + I − W of
+    zero-bubble (COST_MODEL 2.3). 0 for other schedules.
+    """
+    if choice.schedule not in MULTI_STAGE:
+        return 0.0
+    layers = len(price.layers) // (choice.mesh.pp * choice.virtual_stages)
+    return (choice.mesh.pp - 1) * layers * _idle_s(price, choice.schedule == "zero-bubble")
+
+
+def _idle_s(price: ModelPrice, in_halves: bool) -> float:
+    """Of the shortest layer: forward and backward; in halves, the gradients of weights fill what they take."""
+    times = [price.classes[c] for c in {*price.layers}]
+    if not in_halves:
+        return min((block.work_s for block in times), default=0.0)
+    idle = (b.forward.total_s + b.halves[0].total_s - b.halves[1].total_s for b in times)
+    return max(0.0, min(idle, default=0.0))
+
+
+def _chain_s(price: ModelPrice) -> float:
+    """Forward of one micro-batch, and backward without the gradients of weights: what cannot wait."""
+    blocks = (price.prologue, *(price.classes[c] for c in price.layers), price.epilogue)
+    return sum(block.forward.total_s + block.halves[0].total_s for block in blocks)
