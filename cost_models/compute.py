@@ -46,6 +46,24 @@ class ModelPrice:
         return self.work_until_s[-1]
 
     @cached_property
+    def balanced(self) -> dict[tuple[int, bool], tuple[tuple[int, int], ...] | None]:
+        """Splits already found: (stages, backward in halves) → ranges whose slowest takes least, memory apart."""
+        return {}
+
+    @cached_property
+    def chain_s(self) -> float:
+        """Forward of one micro-batch, and backward without the gradients of weights: what cannot wait."""
+        blocks = (self.prologue, *(self.classes[c] for c in self.layers), self.epilogue)
+        return sum(block.forward.total_s + block.halves[0].total_s for block in blocks)
+
+    @cached_property
+    def idle_s(self) -> tuple[float, float]:
+        """Of the shortest layer: forward and backward; and in halves, where the gradients of weights fill theirs."""
+        times = [self.classes[c] for c in {*self.layers}]
+        halves = (b.forward.total_s + b.halves[0].total_s - b.halves[1].total_s for b in times)
+        return min((b.work_s for b in times), default=0.0), max(0.0, min(halves, default=0.0))
+
+    @cached_property
     def work_until_s(self) -> list[float]:
         """[n]: seconds of the first n layers, the ends of the model counted with the first and the last one."""
         work = [0.0, *accumulate(self.classes[c].work_s for c in self.layers)]

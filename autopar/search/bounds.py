@@ -19,7 +19,7 @@ def bound_s(choice: Choice, price: ModelPrice) -> float:
     """
     m, pp, work_s = choice.micro_batches, choice.mesh.pp, price.work_s
     if choice.schedule in MULTI_STAGE:
-        chain_s = _chain_s(price) if choice.schedule == "zero-bubble" else work_s
+        chain_s = price.chain_s if choice.schedule == "zero-bubble" else work_s
         return max(m * work_s / pp + bubble_s(choice, price), chain_s)
     return work_s / (1 - (1 - 1 / m) ** pp)
 
@@ -33,19 +33,4 @@ def bubble_s(choice: Choice, price: ModelPrice) -> float:
     if choice.schedule not in MULTI_STAGE:
         return 0.0
     layers = len(price.layers) // (choice.mesh.pp * choice.virtual_stages)
-    return (choice.mesh.pp - 1) * layers * _idle_s(price, choice.schedule == "zero-bubble")
-
-
-def _idle_s(price: ModelPrice, in_halves: bool) -> float:
-    """Of the shortest layer: forward and backward; in halves, the gradients of weights fill what they take."""
-    times = [price.classes[c] for c in {*price.layers}]
-    if not in_halves:
-        return min((block.work_s for block in times), default=0.0)
-    idle = (b.forward.total_s + b.halves[0].total_s - b.halves[1].total_s for b in times)
-    return max(0.0, min(idle, default=0.0))
-
-
-def _chain_s(price: ModelPrice) -> float:
-    """Forward of one micro-batch, and backward without the gradients of weights: what cannot wait."""
-    blocks = (price.prologue, *(price.classes[c] for c in price.layers), price.epilogue)
-    return sum(block.forward.total_s + block.halves[0].total_s for block in blocks)
+    return (choice.mesh.pp - 1) * layers * price.idle_s[choice.schedule == "zero-bubble"]

@@ -10,7 +10,7 @@ from autopar.schedules import MULTI_STAGE, SCHEDULES, why_not
 if TYPE_CHECKING:
     from .space import Pins
 
-_VIRTUAL = {"interleaved": (2, 4), "zero-bubble": (1, 2)}  # stages a rank that are searched; others can be pinned
+_VIRTUAL = {"interleaved": (2, 4), "zero-bubble": (1,)}  # stages a rank that are searched; others can be pinned
 
 
 def schedules(pp: int, micro_batches: int, layers: int, pins: Pins) -> Iterator[tuple[str, int]]:

@@ -27,8 +27,10 @@ def split_virtual(costs: StageCosts, step_s: Callable[[Ranges], float], limit_s:
     """
     setting, layers = costs.setting, len(costs.price.layers)
     stages = setting.mesh.pp * setting.virtual_stages
-    ranges = split(layers, stages, _times(costs), costs.work_s)
-    if ranges is None:
+    known, key = costs.price.balanced, (stages, setting.in_halves)
+    if key not in known:  # the same whatever is sharded, and however many micro-batches there are
+        known[key] = split(layers, stages, _times(costs), costs.work_s)
+    if (ranges := known[key]) is None:
         return None
     pp = setting.mesh.pp
     # A move helps one rank or two; where nothing is known to be better, more are tried.

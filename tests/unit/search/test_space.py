@@ -47,7 +47,7 @@ def test_pins_and_bans_restrict() -> None:
     banned = space(forbid={"schedule": ("gpipe",), "pp": (4,)}).choices
     assert {choice.schedule for choice in banned} == {"none", "1f1b", "interleaved", "zero-bubble"}
     assert {choice.virtual_stages for choice in space(schedule="interleaved").choices} == {2}
-    assert {choice.virtual_stages for choice in space(schedule="zero-bubble", virtual_stages=1).choices} == {1}
+    assert {c.virtual_stages for c in space(schedule="zero-bubble", virtual_stages=2).choices} == {2}
     assert not [c for c in space(recompute="full").choices if c.schedule == "zero-bubble"]
     assert {choice.mesh.pp for choice in banned} == {1, 2, 3}
 
