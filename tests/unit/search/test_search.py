@@ -136,7 +136,7 @@ def find(**arguments: object) -> SearchResult:
 def test_llama_on_64_gpus_is_planned_in_seconds() -> None:
     for budget_gib in (79, 20):
         result = find(budget_bytes=budget_gib * GIB)
-        assert result.elapsed_s < 10  # 3 s on an idle machine
+        assert result.elapsed_s < 20  # 3 and 7 s on an idle machine
         assert all(c.estimate.peak_bytes <= budget_gib * GIB for c in result.best)
         steps = [c.estimate.step_time_s for c in result.best]
         assert steps == sorted(steps) and len({str(c.plan.mesh) for c in result.best}) == len(steps)
