@@ -25,10 +25,11 @@ def planned(gpus: int = 2, sequence: int = SEQUENCE, dropout: float = 0.0, **pin
     with torch.device("meta"):
         model = GPT(GPTConfig(64, n_layer=2, n_head=4, d_model=32, block_size=64, dropout=dropout))
     ids = torch.zeros(2, 16, dtype=torch.long, device="meta")
-    return autopar.parallelize(
+    result: Parallelized = autopar.parallelize(
         model, gpus, gpu="h100-sxm-80gb", inputs={"input_ids": ids, "labels": ids}, sequence=sequence,
         global_batch=4, **pins,
     )  # fmt: skip
+    return result
 
 
 @pytest.mark.parametrize("attention", ["ring", "ulysses", "all_gather"])
