@@ -1,4 +1,7 @@
-"""Context parallelism: sequences cut over cp, by each layout, against one process."""
+"""Context parallelism: sequences cut over cp, by each layout, against one process.
+
+All models know positions of the whole sequence (S12), and nearly all valid targets are in its second half (S13).
+"""
 
 from __future__ import annotations
 
@@ -118,7 +121,7 @@ def planned(name: str, context: Layout, **sizes: Any) -> tuple[Subject, Plan]:
 
 
 @pytest.mark.parametrize(("layout", "name", "cp", "companion"), cases())
-def test_a_cut_sequence_trains_as_a_whole_one(layout: str, name: str, cp: int, companion: str) -> None:
+def test_s12_s13_a_cut_sequence_trains_as_a_whole_one(layout: str, name: str, cp: int, companion: str) -> None:
     made, plan = planned(name, LAYOUTS[layout], cp=cp, **WITH[companion])
     assert_parity(made, plan, data())
 

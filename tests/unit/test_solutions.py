@@ -54,7 +54,7 @@ def test_attention_dropout_is_refused_where_masks_would_differ() -> None:
     assert planned(dropout=0.1, cp=2).plan.context.name == "ulysses"
 
 
-def test_lengths_that_do_not_divide_are_refused_with_the_nearest() -> None:
+def test_s11_lengths_that_do_not_divide_are_refused_with_the_nearest() -> None:
     with pytest.raises(PlanError, match=r"sequence=30 is not divisible by 2 × cp=2.*use 28 or 32"):
         planned(sequence=30, cp=2, attention="ring")
     with pytest.raises(PlanError, match=r"sequence=31 is not divisible by cp=2: use 30 or 32"):
