@@ -221,11 +221,13 @@ class Parallelized:
     def _predicted(self, plan: Plan) -> Predicted:
         if plan.mesh != self.plan.mesh:
             return Predicted()
-        values = {B: plan.micro_batch, S: plan.sequence}
+        values = {B: plan.micro_batch, S: plan.sequence // plan.mesh.cp}  # costs are those of a rank of cp
         micro_batches = plan.accumulation * plan.mesh.dp
         flops = float(self.result.chosen.model.unsharded_flops.subs(values)) * micro_batches
         estimate = self.estimate
         peak = self.job.cluster.hardware.peak(plan.precision)
+        if plan != self.plan:
+            return Predicted(flops_per_step=3 * flops, peak_flops=peak)
         return Predicted(estimate.step_time_s, 3 * flops, peak, estimate.peak_bytes, estimate.mfu)
 
 

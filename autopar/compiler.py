@@ -82,7 +82,7 @@ def sequence_only(program: Program, cp: int, tp: int, sequence: int, context: st
 def cut_sequence(program: Program, plan: Plan) -> Program:
     """The program of one rank of cp, on which the placements over tp are solved."""
     values = {B: plan.micro_batch, S: plan.sequence}
-    axis = context_axis(plan.mesh.cp, values, plan.context.name, plan.mesh.tp)
+    axis = context_axis(program, plan.mesh.cp, values, plan.context.name, plan.mesh.tp)
     for number, step in enumerate(CONTEXT if axis.size > 1 else (), 1):
         before, program = program, step.apply(program, plan)
         if isinstance(step, ShardParameters | InsertConversions):

@@ -24,11 +24,11 @@ def with_given(result: Parallelized, plan: Plan) -> Parallelized:
 
     Raises PlanError where the plan is none of this model, InfeasibleError where it does not fit.
     """
-    _check_names(result.program, plan)
     if plan.mesh.tp == 1 or not plan.solution.strategies:
         plan = replace(plan, solution=result.plan.solution)
     if plan.mesh.cp == 1 or not plan.context.strategies:
         plan = replace(plan, context=result.plan.context)
+    _check_names(result.program, plan)
     compile_program(result.program, plan)
     return _priced(result, plan)
 

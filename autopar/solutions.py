@@ -11,7 +11,7 @@ import sympy
 from .compiler import cut_sequence, sequence_only
 from .cost_models.describe import describe
 from .cost_models.layer_costs import ModelCosts
-from .errors import InfeasibleError, PlanError
+from .errors import InfeasibleError, PlanError, TypeCheckError
 from .ir.graph import B, Program, S, info, node_inputs
 from .passes.repeat_heads import RepeatHeads
 from .plan import Plan, Solution
@@ -61,7 +61,7 @@ def solve_layouts(
     program: Program, job: Job, cps: Sequence[int], tps: Sequence[int], layouts: Sequence[Layout], pins: Pins
 ) -> tuple[dict[Key, Placements], dict[str, str]]:
     """The solutions of the intra-op search for each pair of sizes, equal ones once; and why some sizes have none."""
-    contexts = [layout for layout in CONTEXT_LAYOUTS if pins.attention in (None, layout.name)]
+    contexts = [layout for layout in CONTEXT_LAYOUTS if pins.allows("attention", layout.name)]
     solver = _Solver(program, job, tuple(layouts))
     for cp in cps:
         for tp in tps:
@@ -105,11 +105,18 @@ class _Solver:
         plan = sequence_only(self.program, cp, tp, self.job.sequence, layout.name)
         prepared = RepeatHeads().apply(self.program, plan)
         costs = TimeCosts(self.job.cluster.hardware, self.job.precision, cp, values, axis="cp")
-        axis = context_axis(cp, values, layout.name, tp)
+        axis = context_axis(self.program, cp, values, layout.name, tp)
         key = (layout.name, tuple(axis.offers([heads]) for heads in _heads(prepared)), _names(prepared))
         if key not in self._solved:
             self._solved[key] = solve(prepared, axis, costs, layout)
-        solution = replace(self._solved[key], ranks=cp)
+        try:
+            return self._cut(plan, self._solved[key])
+        except TypeCheckError:  # of a smaller size, where more dims divide
+            self._solved[key] = solve(prepared, axis, costs, layout)
+            return self._cut(plan, self._solved[key])
+
+    def _cut(self, plan: Plan, found: Solution) -> tuple[Solution, Program]:
+        solution = replace(found, ranks=plan.mesh.cp)
         return solution, cut_sequence(self.program, replace(plan, context=solution))
 
     def _over_tp(self, cp: int, tp: int, context: str, program: Program) -> list[tuple[str, Solution]]:

@@ -39,7 +39,7 @@ from autopar.ir.graph import (
     update_info,
 )
 from autopar.ir.heads import find_heads, why_no_head, with_chunks
-from autopar.ir.ops import ring_attention
+from autopar.ir.ops import gathered_attention, ring_attention
 from autopar.placement import Placement, Strategy
 from autopar.plan import Solution
 from autopar.rules import Axis, Rule, rule_of
@@ -224,8 +224,19 @@ def _working_bytes(saved: Saved) -> sympy.Expr:
             continue
         values = [(v, p) for v, p in saved.reads(node) if info(v).role is not Role.PARAMETER]
         both = [*values, (node, saved.of[node.name].output)]
-        sizes.append(_total(local_bytes(info(v), p, saved.tp) for v, p in both))
+        sizes.append(_total(local_bytes(info(v), p, saved.tp) for v, p in both) + _summed_bytes(node, saved))
     return largest(sizes)
+
+
+def _summed_bytes(node: fx.Node, saved: Saved) -> sympy.Expr:
+    """What attention over a cut sequence sums in fp32 in backward: gradients of q, K and V; in a ring also those of
+    K and V that come and go, and two blocks of K and V (autopar/runtime/attention.py)."""
+    if node.target not in (ring_attention, gathered_attention):
+        return _ZERO
+    (q, *kv), width = saved.reads(node), info(node).dtype.itemsize
+    own_q, own_kv = (_total(local_bytes(info(v), p, saved.tp) for v, p in values) / width for values in ([q], kv))
+    sums = max(4, width) * (own_q + (4 if node.target is ring_attention else 1) * own_kv)
+    return sums + (2 * width * own_kv if node.target is ring_attention else 0)
 
 
 def _accumulated(node: fx.Node, strategy: Strategy, tp: int) -> sympy.Expr:
@@ -254,10 +265,19 @@ def _flops(operands: list[NodeInfo], result: NodeInfo, rule: Rule, node: fx.Node
         return 2 * numel(tuple(sizes.values()))
     # Two products, over e and over f; half of the pairs when causal.
     pairs = sizes["b"] * operands[0].shape[1] * sizes["s"] * sizes["t"]
+    ranks = sizes["t"] / sizes["s"] if node.target is gathered_attention else sympy.Integer(1)
     if node.target is ring_attention:
-        pairs *= int(option(node, "ranks"))
-    causal = bool(option(node, "is_causal"))
-    return 2 * pairs * (sizes["e"] + sizes["f"]) / (2 if causal else 1)
+        ranks = sympy.Integer(int(option(node, "ranks")))
+        pairs *= ranks
+    return 2 * pairs * (sizes["e"] + sizes["f"]) * _seen(node, ranks)
+
+
+def _seen(node: fx.Node, ranks: sympy.Expr) -> sympy.Expr:
+    """The share of the pairs that the busiest rank computes: half if causal; in order, the last rank of cp has most."""
+    if not option(node, "is_causal"):
+        return sympy.Integer(1)
+    half = sympy.Rational(1, 2)
+    return half if ranks == 1 or option(node, "zigzag") else 1 - half / ranks
 
 
 def _local_numel(shape: Shape, placement: Placement, axis: Axis) -> int:

@@ -53,6 +53,8 @@ def context_transfers(node: fx.Node, strategy: Strategy, tp: int) -> list[Transf
         ranks = int(option(node, "ranks"))
         sent = [(info(n), p) for n, p in zip(node_inputs(node)[1:], strategy.inputs[1:], strict=True)]
         own = sympy.Add(*(local_bytes(facts, placement, tp) for facts, placement in sent))
+        if strategy.inputs[0].is_shard and not strategy.inputs[1].is_shard:  # each rank of tp sends one head
+            own = own / sent[0][0].shape[1]
         transfers = [Transfer("send", own, "forward", "cp", ranks - 1, node.name)]
         if result.requires_grad:
             both = own + own / result.dtype.itemsize * max(4, result.dtype.itemsize)

@@ -15,11 +15,11 @@ from autopar.ir.ops import gathered_attention, ring_attention
 from autopar.placement import Shard
 from autopar.plan import Plan, nearest_lengths
 from autopar.rules.arguments import option
+from autopar.rules.attention import is_zigzag
 
 aten = torch.ops.aten
 
 _ATTENTION = aten.scaled_dot_product_attention.default
-ZIGZAG = ("ring", "all_gather")  # layouts that shard nothing on cp but the sequence, in an order of their own
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,10 @@ class CutSequence:
         ranks = plan.mesh.cp
         if ranks == 1:
             return program
-        zigzag = plan.context.name in ZIGZAG and is_causal(program)
+        if program.opaque:
+            names = ", ".join(program.opaque)
+            raise PlanError(f"cp={ranks}: {names} is kept whole, so its gradients would count {ranks} times: use cp=1")
+        zigzag = is_zigzag(program, plan.context.name)
         if zigzag and plan.sequence % (2 * ranks):
             raise PlanError(
                 f"sequence={plan.sequence} is not divisible by 2 × cp={ranks}, as causal attention needs for equal "
@@ -59,11 +62,6 @@ class CutSequence:
                 set_info(node, _local(info(node), ranks))
         inputs = {name: replace(t, shape=_scaled(t.shape, ranks)) for name, t in program.inputs.items()}
         return replace(program, inputs=inputs, zigzag=zigzag)
-
-
-def is_causal(program: Program) -> bool:
-    """Whether any fused attention is."""
-    return any(n.target is _ATTENTION and option(n, "is_causal") for _, n in program.each_op())
 
 
 def _local(facts: NodeInfo, ranks: int) -> NodeInfo:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from ..ir.graph import arguments, node_inputs, op_name
+from ..ir.graph import arguments, info, node_inputs, op_name
 from ..ir.ops import gathered_attention, is_collective, ring_attention
 from .text import Render, Text, literal
 
@@ -29,11 +29,16 @@ def _collective(node: fx.Node, render: Render) -> Text:
 
 
 def _attention(node: fx.Node, render: Render) -> Text:
-    name = op_name(node)
-    given = [render(n).source for n in node_inputs(node)] + [f'axis="{node.kwargs["axis"]}"']
+    name, imports = op_name(node), {f"attention.{op_name(node)}"}
+    q, k, v = (render(n).source for n in node_inputs(node))
+    strategy = info(node).strategy
+    if strategy is not None and strategy.inputs[0].is_shard and not strategy.inputs[1].is_shard:
+        k, v = (f'head_of({x}, axis="tp")' for x in (k, v))  # fewer K/V heads than ranks of tp
+        imports.add("heads.head_of")
+    given = [q, k, v, f'axis="{node.kwargs["axis"]}"']
     given += [f"{flag}=True" for flag in ("is_causal", "zigzag") if node.kwargs[flag]]
     given += [f"scale={literal(node.kwargs['scale'])}"] if node.kwargs["scale"] is not None else []
-    return Text(f"{name}({', '.join(given)})", imports=frozenset({f"attention.{name}"}))
+    return Text(f"{name}({', '.join(given)})", imports=frozenset(imports))
 
 
 _WRITERS: dict[Any, Writer] = {

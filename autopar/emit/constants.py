@@ -45,7 +45,7 @@ def constants(e: Emission, paths: bool) -> str:
     lines += _ends(e)
     if paths:
         lines.append(f"PATHS = {tuple_text([call.path for call in e.program.layer_calls])}  # of the layers")
-    tied = [f'("{alias}", "{original}")' for alias, original in {**e.tied(), **e.on_several_stages()}.items()]
+    tied = [f'("{alias}", "{original}")' for alias, original in {**e.on_several_stages(), **e.tied()}.items()]
     lines += _rows("TIED", tied, "(alias, original)")
     if e.program.opaque:
         e.imports.add("opaque.OpaqueModules")

@@ -6,7 +6,7 @@ On cp the queries of a rank are a part of the sequence: they meet all keys, gath
 import torch
 from torch import fx
 
-from ..ir.graph import info, node_inputs
+from ..ir.graph import Program, info, node_inputs
 from ..ir.ops import gathered_attention, ring_attention
 from ..placement import GRAD_PARTIAL, REPLICATE, Shard, Strategy
 from .arguments import option
@@ -65,12 +65,19 @@ def _over_sequence(node: fx.Node, masks: tuple[Dims, ...]) -> tuple[Strategy, ..
     return (gathered,) if masks else (ring, gathered)
 
 
+def is_zigzag(program: Program, layout: str) -> bool:
+    """Whether a layout of cp cuts sequences in zigzag: where some attention is causal, and no heads are cut."""
+    ops = (node for _, node in program.each_op())
+    return layout in ("ring", "all_gather") and any(n.target in _FUSED and is_causal(n) for n in ops)
+
+
 def is_causal(node: fx.Node) -> bool:
     """Whether each query meets only the keys up to its own position."""
     return bool(option(node, "is_causal"))
 
 
-RULES: dict[object, RuleMaker] = {aten.scaled_dot_product_attention.default: _attention}
+_FUSED = {aten.scaled_dot_product_attention.default}
+RULES: dict[object, RuleMaker] = dict.fromkeys(_FUSED, _attention)
 
 # On a rank of cp, where q is a part of the sequence.
 OVER_SEQUENCE: dict[object, RuleMaker] = {ring_attention: _attention, gathered_attention: _attention}

@@ -32,7 +32,8 @@ class Rule:
 
     whole: factors that a kernel needs whole (softmax and norm dims). linear: each set of operand positions
     in which the op is jointly linear. even: factors whose shards must be of one size, for it is an argument.
-    special: strategies beyond the factors, such as vocabulary-parallel cross-entropy. multiple_of: if given, they
+    special: strategies on tp beyond the factors, such as vocabulary-parallel cross-entropy; tp_only: factors that only
+    a function of the runtime can shard, which knows of tp alone. multiple_of: if given, they
     are for axes whose size is a multiple of it, and want equal shards.
     kind: "matmul", "attention", "experts", "memory" (bandwidth-bound) or "view" (free).
     units: factors that come in units (channels in groups), whose number must be divisible too.
@@ -49,6 +50,7 @@ class Rule:
     even: frozenset[str] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
     special: tuple[Strategy, ...] = ()
+    tp_only: frozenset[str] = frozenset()
     multiple_of: int = 0
     kind: str = "memory"
     saves: tuple[int, ...] = ()
@@ -73,7 +75,7 @@ class Axis:
     only the batch is. `values` gives the numbers of `b` and `s` for divisibility.
     context: the axis cp. It shards the sequence, also of merged rows b·s, by which no collective runs; parameters
     are whole on it, and read for different work on each rank; the loss leaves as a summand of each. inner: the ranks
-    of tp, over which a shard of heads is dealt out again.
+    of tp, over which a shard of heads is dealt out again. parts: how many a sequence is cut into, if not one a rank.
     """
 
     name: str
@@ -83,6 +85,7 @@ class Axis:
     model: bool = True
     context: bool = False
     inner: int = 1
+    parts: int = 0
     values: dict[sympy.Symbol, int] = field(default_factory=dict)
 
     def number(self, size: sympy.Expr) -> int:
@@ -100,7 +103,9 @@ class Axis:
         if not (self.sequence if S in symbols else self.model):
             return False
         numbers = {self.number(size) for size in sizes}
-        shares = self.size if S in symbols else self.size * self.inner
+        if self.context and S in symbols and not all(S in size.free_symbols for size in sizes):
+            return False
+        shares = self.parts or self.size if S in symbols else self.size * self.inner
         if all(n % shares == 0 for n in numbers):
             return True
         return uneven and not self.context and len(numbers) == 1 and S not in symbols and self._none_empty(min(numbers))
@@ -113,7 +118,7 @@ class Axis:
         """Whether shards of a dim of this size are equal, so that collectives may run along it."""
         if B in size.free_symbols:
             return not self.context
-        return self.number(size) % self.size == 0
+        return self.number(size) % (self.parts or self.size if S in size.free_symbols else self.size) == 0
 
     @property
     def loss(self) -> Placement:
@@ -139,12 +144,14 @@ def _candidates(operands: list[NodeInfo], result: NodeInfo, rule: Rule, axis: Ax
         yield Strategy(tuple(_shared(o) for o in operands), GRAD_PARTIAL if result.requires_grad else REPLICATE)
     for factor in rule.factors:
         sizes = _sizes(factor, operands, result, rule)
+        if axis.context and factor in rule.tp_only:
+            continue
         if factor not in rule.whole and axis.offers(sizes, uneven=factor not in rule.even):
             yield _sharded(factor, operands, rule)
     for linear in rule.linear:
         partial = tuple(PARTIAL if i in linear else _shared(o) for i, o in enumerate(operands))
         yield Strategy(partial, PARTIAL)
-    for special in (*rule.special, *(rule.context if axis.context else ())):
+    for special in rule.context if axis.context else rule.special:
         shards = [(p, o) for p, o in zip(special.inputs, operands, strict=True) if p.is_shard]
         if rule.multiple_of and axis.size % rule.multiple_of:
             continue

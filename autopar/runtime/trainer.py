@@ -123,7 +123,7 @@ class Trainer:
         self.left_out.drop(self.mesh)
         result = self._totals(loss)
         self._update(result)
-        for model in self.models:
+        for model in self.models if not result.skipped else ():  # what overflowed is no statistic
             update_statistics(model)
         self.steps += 1
         return result

@@ -13,7 +13,7 @@ _WAYS = {
     "ring": "ring attention",
     "heads": "heads for the sequence by all-to-alls (Ulysses)",
     "gathered": "keys and values gathered",
-    "whole": "whole on every rank, for no way of cutting it is legal (attention dropout, or heads)",
+    "whole": "all of it on every rank",
 }
 _WANTED = {"ring": "ring", "ulysses": "heads", "all_gather": "gathered"}
 

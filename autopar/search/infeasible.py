@@ -58,7 +58,8 @@ def _leanest(cases: Sequence[Case], request: Request, hardware: Hardware) -> lis
     groups: dict[tuple[object, ...], list[Case]] = {}
     for case in cases:
         choice = case.choice
-        kind = (choice.mesh, choice.schedule, choice.virtual_stages, choice.sharding, case.price.model.solution)
+        placements = case.price.model.context, case.price.model.solution
+        kind = (choice.mesh, choice.schedule, choice.virtual_stages, choice.sharding, placements)
         groups.setdefault(kind, []).append(case)
     picked = [pick(g, key=lambda case: case.choice.micro_batch) for g in groups.values() for pick in (min, max)]
     picked = [replace(case, price=smallest_logits(case.price, request)) for case in picked]

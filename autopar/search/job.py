@@ -49,7 +49,12 @@ def cp_sizes(job: Job, pins: Pins) -> list[int]:
         return [pins.cp]
     sizes = [c for c in divisors(job.cluster.gpus) if job.sequence % c == 0]
     if pins.attention is not None:
-        return [c for c in sizes if c > 1] or [1]
+        if not (cut := [c for c in sizes if c > 1]):
+            raise PlanError(
+                f"attention={pins.attention!r} is for cp > 1, and none divides gpus={job.cluster.gpus} and "
+                f"sequence={job.sequence}: use another length or number of GPUs, or leave it free"
+            )
+        return cut
     wanted = job.sequence >= _WORTH_CUTTING or job.global_batch < job.cluster.gpus
     return [c for c in sizes if c == 1 or wanted and job.sequence // c >= _SHORTEST_PART]
 

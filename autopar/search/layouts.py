@@ -13,6 +13,7 @@ from ..ir.graph import Program, S, info, node_inputs
 from ..placement import GRAD_PARTIAL, REPLICATE, Placement, Shard, Strategy
 from ..plan import Solution
 from ..rules import Axis, rule_of
+from ..rules.attention import is_zigzag
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,11 @@ ALL_GATHER = Layout("all_gather", sequence=True, hidden=Shard(1), divide=True, a
 CONTEXT_LAYOUTS = (RING, ULYSSES, ALL_GATHER)
 
 
-def context_axis(ranks: int, values: Mapping[sympy.Symbol, int], layout: str, tp: int) -> Axis:
+def context_axis(program: Program, ranks: int, values: Mapping[sympy.Symbol, int], layout: str, tp: int) -> Axis:
     """The axis cp. Only Ulysses shards more than the sequence: in the others its order may be zigzag."""
+    parts = 2 * ranks if is_zigzag(program, layout) else ranks
     heads = layout == ULYSSES.name
-    return Axis("cp", ranks, sequence=True, model=heads, context=True, inner=tp, values=dict(values))
+    return Axis("cp", ranks, sequence=True, model=heads, context=True, inner=tp, parts=parts, values=dict(values))
 
 
 def replicated(program: Program) -> Solution:

@@ -108,10 +108,10 @@ def search(
 def _rank(cases: Sequence[Case], ranking: _Ranking, request: Request, hardware: Hardware) -> tuple[int, int]:
     """Solve the cases that can win, best bound first; (how many do not fit, how many were left out)."""
     do_not_fit = pruned = 0
-    roomy: set[tuple[Choice, str]] = set()  # that fit with nothing recomputed: offload would only cost time
+    roomy: set[tuple[Choice, str, str]] = set()  # that fit with nothing recomputed: offload would only cost time
     for case in cases:
         limit_s = ranking.limit_s(case.choice)
-        kept = replace(case.choice, offload=False), case.price.model.solution
+        kept = replace(case.choice, offload=False), case.price.model.context, case.price.model.solution
         if case.bound_s >= limit_s or case.choice.offload and kept in roomy:
             pruned += 1
             continue

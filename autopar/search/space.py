@@ -50,6 +50,8 @@ class Pins:
     def __post_init__(self) -> None:
         names = {f.name for f in fields(self)} - {"forbid", "reduce_dtype"}
         for name in self.forbid:
+            if name in ("recompute", "reduce_dtype"):
+                raise PlanError(f"forbid={name!r}: pin it to what you want instead")
             if name not in names:
                 raise PlanError(f"forbid={name!r}: use one of {', '.join(sorted(names))}")
         if self.attention not in (None, *CONTEXT_LAYOUTS):

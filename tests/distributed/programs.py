@@ -136,7 +136,7 @@ class Subject:
         values = {B: plan.micro_batch, S: plan.sequence}
         # Of sizes so small the cheapest is to do everything everywhere: priced at those of real models.
         costs = TimeCosts(gpu("h100-sxm-80gb"), self.precision, cp, {B: 1, S: 8192}, axis="cp")
-        axis = context_axis(cp, values, layout.name, plan.mesh.tp)
+        axis = context_axis(self.program, cp, values, layout.name, plan.mesh.tp)
         return solve(RepeatHeads().apply(self.program, plan), axis, costs, layout)
 
     def solution(self, plan: Plan, layout: Layout, costs: Costs | None = None) -> Solution:

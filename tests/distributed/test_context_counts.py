@@ -34,7 +34,7 @@ SAMPLES = 4
 
 @dataclass
 class Counts:
-    """Calls and sent bytes of each collective on one group; bytes of what backward keeps, and whole sequences in it."""
+    """Calls and sent bytes of each collective on one group; bytes of what backward keeps."""
 
     calls: Counter[str] = field(default_factory=Counter)
     sent_bytes: Counter[str] = field(default_factory=Counter)

@@ -1,8 +1,11 @@
 """cut_sequence: shapes of one rank of cp, attention that knows of the others."""
 
+from dataclasses import replace
+
 import pytest
 
 from autopar.errors import PlanError
+from autopar.ir.custom import OpaqueCall
 from autopar.ir.graph import Program
 from autopar.ir.text import program_text
 from autopar.passes.cut_sequence import CutSequence
@@ -85,6 +88,13 @@ def test_zigzag_needs_an_even_number_of_chunks() -> None:
     with pytest.raises(PlanError, match="sequence=6 is not divisible by 2 × cp=2.*use 4 or 8"):
         cut("S(2), S(2), S(2) -> S(2)", causal=True, layout="ring", sequence=6)
     assert not cut("S(2), S(2), S(2) -> S(2)", causal=False, layout="ring", sequence=6).zigzag
+
+
+def test_a_module_that_is_kept_whole_is_refused() -> None:
+    """Its gradients would be whole on each rank, and summed."""
+    program = replace(read(_LAYER.format(causal=True)), opaque={"router": OpaqueCall("layers.0.router", ((), {}))})
+    with pytest.raises(PlanError, match="cp=2: router is kept whole, so its gradients would count 2 times: use cp=1"):
+        CutSequence().apply(program, context_plan())
 
 
 def test_one_rank_has_the_whole_sequence() -> None:
