@@ -15,7 +15,9 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
 )
-from torch.distributed.pipelining._backward import stage_backward_weight  # private: the public one keeps no graph
+from torch.distributed.pipelining._backward import (
+    stage_backward_weight,  # private: the public one keeps no graph
+)
 
 from .data_parallel import DataParallel
 from .mesh import Mesh

@@ -25,7 +25,7 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 CONTEXTS = {"ring": RING, "ulysses": ULYSSES, "all_gather": ALL_GATHER}
 LAYOUTS = {"megatron": MEGATRON, "megatron-sp": MEGATRON_SP}
 GROUP = 10  # combinations of one test
-LARGEST, STEPS = 8, 2
+LARGEST, STEPS, SAMPLES = 8, 2, 4
 
 # What may be chosen together; the precisions that show a fault best come most often.
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -80,7 +80,7 @@ def small(precision: str) -> Subject:
     """examples/gpt.py with four layers, tied embeddings, and heads for tp and cp at once."""
     model, program = models.gpt(DTYPES[precision], n_layer=4, d_model=32, n_head=4)
     made = subject(model, DTYPES[precision], program)
-    return replace(made, data=tuple(batches(STEPS, samples=8)))
+    return replace(made, data=tuple(batches(STEPS, samples=SAMPLES)))
 
 
 def planned(case: Case) -> Plan:
@@ -98,7 +98,7 @@ def planned(case: Case) -> Plan:
         zero=chosen["zero"],
         recompute=() if chosen["recompute"] == "none" else chosen["recompute"],
         micro_batch=chosen["micro_batch"],
-        global_batch=8,
+        global_batch=SAMPLES,
         offload=chosen["offload"],
     )
     return replace(plan, loss_chunks=chosen["loss_chunks"])

@@ -305,6 +305,7 @@ def test_p15_a_loss_of_1e_6_reaches_every_gradient_through_a_pipeline() -> None:
     assert all(zeros(gradients) > 0.5 for _, gradients in run_ranks(2, on_rank, 1.0))
 
 
+@pytest.mark.slow
 def test_t5s_guard_against_infs_couples_no_samples() -> None:
     """It clamps where any value of the batch is inf: here each element alone, so plans stay free."""
     t5 = family("t5", FP16)

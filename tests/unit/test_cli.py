@@ -307,6 +307,7 @@ def test_verify_gives_its_verdict_as_code(
     assert ("computes what the model computes" if code == 0 else "DIFFERS") in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_verify_on_processes(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("verify", f"{tiny}:build", *ON, "--tp", "2") == 0
     assert "on 2 processes computes what the model computes" in capsys.readouterr().out

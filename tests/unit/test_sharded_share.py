@@ -1,8 +1,8 @@
 """Tensor parallelism divides at least 95% of the FLOPs of each model at its published size.
 
 Deep lists of layers are traced in the time of three; those that do not fold (T5's and Whisper's layers return several
-values, Gemma2's alternate) are slow. `make test` has these with fewer layers of the published widths, where the
-embedding and the head, which tp divides least evenly, weigh more.
+values, Gemma2's alternate) are slow, and so are copies of them with fewer layers, in which the embedding and the
+head, which tp divides least evenly, weigh more.
 """
 
 from __future__ import annotations
@@ -123,6 +123,7 @@ def test_tp_divides_the_work(family: str) -> None:
     _check(PUBLISHED[family]())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", DEEP)
 def test_tp_divides_the_work_of_a_shallow_copy(family: str) -> None:
     _check(DEEP[family]())

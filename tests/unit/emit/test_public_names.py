@@ -18,7 +18,7 @@ from tests.numerics.rule_cases import Case, node_of
 aten = torch.ops.aten
 CASES: dict[Any, list[Case]] = {**rule_cases.CASES, **op_cases.CASES, **op_cases.TAGGED, **loss_cases.CASES}
 # What is random, unset, or a call of the runtime's.
-OTHERS = {"dropout", "empty", "empty_like", "new_empty", "experts", "batch_norm"}
+OTHERS = {"dropout", "empty", "empty_like", "new_empty", "experts", "batch_norm", "linear_cross_entropy"}
 # Ops that a person would not write by these names, and which no model of the zoo has.
 LONG = {
     "upsample_trilinear3d", "index", "hardtanh", "celu", "elu", "softshrink", "threshold", "linalg_vector_norm",
