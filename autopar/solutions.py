@@ -13,6 +13,7 @@ from .cost_models.describe import describe
 from .cost_models.layer_costs import ModelCosts
 from .errors import InfeasibleError, PlanError, TypeCheckError
 from .ir.graph import B, Program, S, info, node_inputs
+from .passes.cut_sequence import check_length
 from .passes.repeat_heads import RepeatHeads
 from .plan import Plan, Solution
 from .request import Job
@@ -106,6 +107,7 @@ class _Solver:
         prepared = RepeatHeads().apply(self.program, plan)
         costs = TimeCosts(self.job.cluster.hardware, self.job.precision, cp, values, axis="cp")
         axis = context_axis(self.program, cp, values, layout.name, tp)
+        check_length(self.job.sequence, cp, axis.parts > cp)
         key = (layout.name, tuple(axis.offers([heads]) for heads in _heads(prepared)), _names(prepared))
         if key not in self._solved:
             self._solved[key] = solve(prepared, axis, costs, layout)

@@ -44,11 +44,7 @@ class CutSequence:
             names = ", ".join(program.opaque)
             raise PlanError(f"cp={ranks}: {names} is kept whole, so its gradients would count {ranks} times: use cp=1")
         zigzag = is_zigzag(program, plan.context.name)
-        if zigzag and plan.sequence % (2 * ranks):
-            raise PlanError(
-                f"sequence={plan.sequence} is not divisible by 2 × cp={ranks}, as causal attention needs for equal "
-                f"work on each rank: use {nearest_lengths(plan.sequence, 2 * ranks)}, another cp or attention='ulysses'"
-            )
+        check_length(plan.sequence, ranks, zigzag)
         program = program.copy_blocks()
         for block in program.blocks.values():
             if block.name == COUNT:  # it reads the whole of what the model is given
@@ -62,6 +58,15 @@ class CutSequence:
                 set_info(node, _local(info(node), ranks))
         inputs = {name: replace(t, shape=_scaled(t.shape, ranks)) for name, t in program.inputs.items()}
         return replace(program, inputs=inputs, zigzag=zigzag)
+
+
+def check_length(sequence: int, ranks: int, zigzag: bool) -> None:
+    """PlanError where a sequence in zigzag has no equal chunks."""
+    if zigzag and sequence % (2 * ranks):
+        raise PlanError(
+            f"sequence={sequence} is not divisible by 2 × cp={ranks}, as causal attention needs for equal "
+            f"work on each rank: use {nearest_lengths(sequence, 2 * ranks)}, another cp or attention='ulysses'"
+        )
 
 
 def _local(facts: NodeInfo, ranks: int) -> NodeInfo:

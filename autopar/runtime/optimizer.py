@@ -70,7 +70,7 @@ class Optimizer:
         if not isinstance(p, DTensor) or value.dim() == 0:
             return value
         if value.device.type != p.device_mesh.device_type:  # offloaded: from_local would move all of it to the GPU
-            return DTensor(value, p._spec, requires_grad=False)  # type: ignore[no-any-return, no-untyped-call]
+            return DTensor(value, p._spec, requires_grad=False)
         return DTensor.from_local(value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
 
