@@ -83,11 +83,6 @@ class Plan:
         return self.global_batch // (self.micro_batch * self.mesh.dp)
 
     @property
-    def shards(self) -> int:
-        """Ranks that share out one copy of what ZeRO shards; without ZeRO, all data ranks."""
-        return self.hsdp or self.mesh.dp * self.mesh.cp
-
-    @property
     def sharding(self) -> str:
         """3, 3 hsdp8, 3 hsdp8 offload: the ZeRO stage with its groups and place."""
         return sharding_text(self.zero, self.hsdp, self.offload)

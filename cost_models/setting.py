@@ -66,15 +66,15 @@ class Setting:
 def setting_of(plan: Plan, hardware: Hardware) -> Setting:
     """The plan's choices that its stages share."""
     return Setting(
-        plan.mesh,
-        plan.accumulation,
-        plan.schedule,
-        plan.zero,
-        plan.precision,
-        plan.optimizer,
-        hardware,
-        plan.reduce_dtype,
-        plan.hsdp,
-        plan.offload,
-        plan.virtual_stages,
+        mesh=plan.mesh,
+        micro_batches=plan.accumulation,
+        schedule=plan.schedule,
+        zero=plan.zero,
+        precision=plan.precision,
+        optimizer=plan.optimizer,
+        hardware=hardware,
+        reduce_dtype=plan.reduce_dtype,
+        hsdp=plan.hsdp,
+        offload=plan.offload,
+        virtual_stages=plan.virtual_stages,
     )

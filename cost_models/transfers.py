@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 def conversion_transfers(facts: NodeInfo, source: Placement, target: Placement) -> list[Transfer]:
-    """The collectives of converting a value on tp, forward and (where a gradient flows) backward."""
+    """The collectives of converting a value on one axis, forward and (where a gradient flows) backward."""
     found = conversion(source, target)
     if found is None:
         return []

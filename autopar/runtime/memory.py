@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from .trees import tree_leaves
 
 
-class LiveStorage(TorchDispatchMode):
+class LiveStorage(TorchDispatchMode):  # a documented mode, whose path has no public name
     """Counts the bytes of tensor storages that are alive: `peak` since the last `reset`, and `live()` now.
 
     A process's resident set will not do: glibc keeps what is freed and even inverts the order of ZeRO stages.

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 # torch has no public name for it.
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
-
 from .mesh import Mesh, current
 from .parameters import local
+from .trees import tree_flatten, tree_leaves, tree_unflatten
 
 FILE = "opaque.pt"
 _reached: set[tuple[nn.Module, str]] = set()  # parameters with a gradient since `drop`: (holder, name in it)

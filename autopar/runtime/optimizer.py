@@ -69,7 +69,8 @@ class Optimizer:
         p = self._parameters[name]
         if not isinstance(p, DTensor) or value.dim() == 0:
             return value
-        if value.device.type != p.device_mesh.device_type:  # offloaded: from_local would move all of it to the GPU
+        if value.device.type != p.device_mesh.device_type:
+            # Offloaded. `_spec` is private, but the public from_local would move all states to the GPU.
             return DTensor(value, p._spec, requires_grad=False)
         return DTensor.from_local(value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_leaves
+
+from .trees import tree_leaves
 
 
 class Prefetch:

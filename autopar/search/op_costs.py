@@ -40,6 +40,7 @@ class Costs(Protocol):
 class TimeCosts:
     """Seconds on a machine: a roofline for ops, the collectives of conversions, at numbers for b and s.
 
+    ranks: of the mesh axis `axis`, tp or cp.
     accumulation: micro-batches a gradient sync, over which the reduction of a parameter's gradient is spread.
     memory_s_per_byte: what a stored byte is worth: a micro-batch's time over the memory of a GPU, so that a
     layout which takes all of the memory is worth as much as one that takes twice as long.

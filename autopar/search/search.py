@@ -1,8 +1,8 @@
-"""The search over plans: exact, best first, pruned by lower bounds.
+"""The search over plans, best first, pruned by lower bounds: exact but for virtual stages, split near the best.
 
-For each choice (mesh, micro-batch, schedule, ZeRO) and each tp solution: stages by dynamic programming, where a
-stage costs its time with the cheapest recompute that fits; then the simulated step. Choices are taken in the
-order of a lower bound of their step, and left out once it says that they cannot win.
+For each choice (mesh, micro-batch, schedule, ZeRO) and each pair of solutions on cp and tp: stages by dynamic
+programming, where a stage costs its time with the cheapest recompute that fits; then the simulated step. Choices are
+taken in the order of a lower bound of their step, and left out once it says that they cannot win.
 """
 
 from __future__ import annotations

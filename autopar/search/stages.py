@@ -184,17 +184,17 @@ class StageCosts:
 def setting_for(choice: Choice, request: Request, hardware: Hardware) -> Setting:
     """What the stages of a choice share."""
     return Setting(
-        choice.mesh,
-        choice.micro_batches,
-        choice.schedule,
-        choice.zero,
-        request.precision,
-        request.optimizer,
-        hardware,
-        request.pins.reduce_dtype,
-        choice.hsdp,
-        choice.offload,
-        choice.virtual_stages,
+        mesh=choice.mesh,
+        micro_batches=choice.micro_batches,
+        schedule=choice.schedule,
+        zero=choice.zero,
+        precision=request.precision,
+        optimizer=request.optimizer,
+        hardware=hardware,
+        reduce_dtype=request.pins.reduce_dtype,
+        hsdp=choice.hsdp,
+        offload=choice.offload,
+        virtual_stages=choice.virtual_stages,
     )
 
 

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ..runtime.trees import tree_leaves
+
 
 class Literals(TorchFunctionMode):
     """Within: `torch.tensor(numbers)` is a `torch.full` for each number, `x[[2, 3]]` is a slice or reads such a tensor,
@@ -54,7 +56,7 @@ def _numbers(data: Any) -> bool:
 
 def _common_dtype(data: Any) -> torch.dtype:
     """The dtype that torch.tensor gives these numbers."""
-    flat = torch.utils._pytree.tree_leaves(data)  # torch has no public name for it
+    flat = tree_leaves(data)
     if all(isinstance(number, bool) for number in flat):
         return torch.bool
     return torch.get_default_dtype() if any(isinstance(number, float) for number in flat) else torch.int64

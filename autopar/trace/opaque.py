@@ -18,13 +18,13 @@ import sympy
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-from torch.utils._pytree import tree_flatten  # torch has no public name for it
 
 from ..errors import TraceError
 from ..ir.build import replace_node
 from ..ir.custom import OPAQUE, RESULT_SHAPES
 from ..ir.graph import MODEL, Program, arguments, info, node_inputs
 from ..runtime.opaque import OpaqueModule
+from ..runtime.trees import tree_flatten
 from .guards import custom_functions_refused, quiet, refuse_recurrent
 from .lists import layer_path
 from .moe import written_experts

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 
 from ..ir.build import eliminate_dead
 from ..ir.graph import PROLOGUE, TABLES, Call, Program, arguments
+from ..runtime.trees import tree_leaves
 
 _FEWEST = 6  # shorter lists are traced whole
 _Key = tuple[str, str]  # (path of a module in its layer, what of it)
@@ -86,7 +87,7 @@ class _StandIn(nn.Module):
                 setattr(self, name, value)
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        given = torch.utils._pytree.tree_leaves((args, kwargs))  # torch has no public name for it
+        given = tree_leaves((args, kwargs))
         others = [value for value in given if isinstance(value, Tensor)]
         result = torch.ops.autopar.repeat(hidden, others, self._index)
         return (result,) if self._shape.in_tuple else result

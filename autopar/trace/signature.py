@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
-from torch.utils._pytree import tree_leaves, tree_unflatten  # torch has no public name for its trees
 
 from ..errors import TraceError
+from ..runtime.trees import tree_leaves, tree_unflatten
 
 
 def check_inputs(inputs: Mapping[str, Any]) -> None:

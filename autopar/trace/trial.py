@@ -13,12 +13,12 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten  # torch has no public name for it
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..errors import TraceError
 from ..ir.custom import OpaqueCall
 from ..ir.graph import B, S
+from ..runtime.trees import tree_flatten, tree_unflatten
 
 _PRIMES = (3, 5, 7, 11, 13)
 _BATCH, _DRAWS = 4, 16

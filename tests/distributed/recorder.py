@@ -23,16 +23,18 @@ COLLECTIVES = {
     "_all_gather_single": "gather",
     "_reduce_scatter_base_": "scatter",
     "allreduce_": "all_reduce",
+    "alltoall_base_": "all_to_all",
 }
 
 
 class DataCollectives(TorchDispatchMode):
-    """Counts the collectives on one process group."""
+    """Counts the collectives on one process group, and the bytes that this rank sends to one other."""
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._name = group.group_name
         self.counts: Counter[str] = Counter()
+        self.sent_bytes = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -40,6 +42,7 @@ class DataCollectives(TorchDispatchMode):
         namespace, _, op = func._schema.name.partition("::")
         if namespace in ("c10d", "_c10d_functional") and self._on_group(args):
             self.counts[COLLECTIVES.get(op, op)] += 1
+            self.sent_bytes += sum(x.nbytes for x in args[0]) if op == "send" else 0
         return func(*args, **(kwargs or {}))
 
     def _on_group(self, args: tuple[Any, ...]) -> bool:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.compiler import cut_sequence
 from autopar.cost_models.describe import describe
@@ -22,45 +19,20 @@ from autopar.runtime.data_parallel import local_part
 from autopar.runtime.trainer import Trainer
 from autopar.search.layouts import ALL_GATHER, MEGATRON_SP, RING, ULYSSES, Layout, replicated
 from tests.distributed.programs import SEQUENCE, Subject, batches, local_batch, trainer_of
+from tests.distributed.recorder import DataCollectives
 from tests.distributed.test_context import encoder, llama
 from tests.harness import run_ranks
 
-NAMES = {
-    "alltoall_base_": "all_to_all", "_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter",
-    "send": "send", "allreduce_": "all_reduce",
-}  # fmt: skip
 SAMPLES = 4
 
 
 @dataclass
 class Counts:
-    """Calls and sent bytes of each collective on one group; bytes of what backward keeps."""
+    """Calls of each collective on one group, bytes sent to one other rank, bytes of what backward keeps."""
 
     calls: Counter[str] = field(default_factory=Counter)
-    sent_bytes: Counter[str] = field(default_factory=Counter)
+    sent_bytes: int = 0
     kept_bytes: int = 0
-
-
-class Recorder(TorchDispatchMode):
-    """Counts the collectives of one process group."""
-
-    def __init__(self, group: ProcessGroup, counts: Counts) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._name, self._counts = group.group_name, counts
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        namespace, _, op = func._schema.name.partition("::")
-        groups = [
-            ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject) and "Group" in str(a._type())
-        ]
-        if namespace == "c10d" and any(group.group_name == self._name for group in groups):
-            name = NAMES.get(op, op)
-            self._counts.calls[name] += 1
-            if name == "send":
-                self._counts.sent_bytes[name] += sum(x.nbytes for x in args[0])
-        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -88,12 +60,14 @@ def counted(made: Subject, plan: Plan, axis: str = "cp") -> list[tuple[Counts, C
         trainer = trainer_of(source, weights)
         given = local_batch(trainer, batch)
         trainer._count(given)
-        forward, backward = Counts(), Counts()
-        with Recorder(trainer.mesh.group(axis), forward), kept(trainer, forward):
+        first, second = (DataCollectives(trainer.mesh.group(axis)) for _ in range(2))
+        forward = Counts()
+        with first, kept(trainer, forward):
             loss = trainer.model(**given)
-        with Recorder(trainer.mesh.group(axis), backward):
+        with second:
             loss.backward()
-        return forward, backward
+        forward = replace(forward, calls=first.counts, sent_bytes=first.sent_bytes)
+        return forward, Counts(second.counts, second.sent_bytes)
 
     return run_ranks(plan.mesh.world_size, rank_main)
 
@@ -126,8 +100,8 @@ def test_s16_a_ring_sends_the_heads_of_keys_and_values(cp: int) -> None:
     )  # K, V: heads, tokens, width
     model = priced(made, plan)
     for forward, backward in counted(made, plan):
-        assert forward.sent_bytes["send"] == layers * (cp - 1) * own == layers * model["forward", "bytes"]
-        assert backward.sent_bytes["send"] == layers * model["backward", "bytes"]
+        assert forward.sent_bytes == layers * (cp - 1) * own == layers * model["forward", "bytes"]
+        assert backward.sent_bytes == layers * model["backward", "bytes"]
         assert set(forward.calls) == {"send", "recv_"}
 
 
@@ -148,7 +122,7 @@ def test_gathered_keys_are_two_gathers_a_layer() -> None:
     assert model["forward", "all_gather"] == model["backward", "reduce_scatter"] == 2
     for forward, backward in counted(made, plan):
         layers = len(made.program.layer_calls)
-        assert (forward.calls["all_gather"], backward.calls["reduce_scatter"]) == (2 * layers, 2 * layers)
+        assert (forward.calls["gather"], backward.calls["scatter"]) == (2 * layers, 2 * layers)
 
 
 def test_megatron_sequence_parallelism_gathers_and_scatters_twice_a_layer() -> None:
@@ -157,7 +131,7 @@ def test_megatron_sequence_parallelism_gathers_and_scatters_twice_a_layer() -> N
     of_layers = 2 * len(made.program.layer_calls)
     for forward, _ in counted(made, plan, "tp"):
         calls = forward.calls
-        outside = calls["all_gather"] - of_layers, calls["reduce_scatter"] - of_layers
+        outside = calls["gather"] - of_layers, calls["scatter"] - of_layers
         assert outside in ((0, 1), (1, 1)), calls  # embedding and head have theirs
 
 

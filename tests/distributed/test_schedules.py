@@ -121,7 +121,9 @@ def test_values_that_are_read_several_stages_later(name: str, schedule: str, v: 
     """Encoder-decoders and skips; a decoder's first stage computes on labels alone, of which nothing is received."""
     subject = family(name, torch.float64)
     if len(subject.program.layer_calls) < pp * v:
-        pytest.skip(f"{len(subject.program.layer_calls)} layers")
+        with pytest.raises(PlanError, match="has no layers"):
+            subject.source(pipeline(subject, schedule, v, pp))
+        return
     assert_parity(subject, pipeline(subject, schedule, v, pp))
 
 

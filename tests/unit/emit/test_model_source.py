@@ -29,6 +29,11 @@ PLANS = {"tp2-sp": {"tp": 2, "layout": "megatron-sp"}, "tp2-pp2": {"tp": 2, "pp"
 CASES = [(model, plan) for model in ("gpt", "llama") for plan in PLANS]
 ALL_CASES = [(model, plan) for model in ("gpt", "llama", "gpt2", "t5", "vit") for plan in PLANS]
 QUICK_CASES = [case for case in ALL_CASES if case != ("t5", "tp2-pp2")]  # T5 is traced for a minute
+SLOWER = pytest.param(
+    [case for case in ALL_CASES if case not in QUICK_CASES],
+    ("whisper", "bert", "qwen3", "parallel", "unet"),
+    marks=pytest.mark.slow,
+)
 EACH_CASE = [pytest.param(*case, marks=[] if case in QUICK_CASES else [pytest.mark.slow]) for case in ALL_CASES]
 aten = torch.ops.aten
 
@@ -264,9 +269,11 @@ def test_a_llama_layer_is_as_short_as_a_handwritten_one(capsys: pytest.CaptureFi
     assert shown <= 1.3 * written
 
 
-def test_no_device_is_written_down() -> None:
+@pytest.mark.parametrize(("cases", "families"), [(QUICK_CASES, ("gemma2",)), SLOWER])
+def test_no_device_is_written_down(cases: list[tuple[str, str]], families: tuple[str, ...]) -> None:
     """T7: devices are those of the arguments, in every family's program."""
-    for source in [of(model, plan).source for model, plan in QUICK_CASES] + [emitted("gemma2").source]:
+    sources = [of(model, plan).source for model, plan in cases] + [emitted(family).source for family in families]
+    for source in sources:
         assert not re.search(r"cuda|[\"']cpu[\"']|[\"']meta[\"']|torch\.device", source)
         assert all(text.endswith("device") for text in re.findall(r"device=([\w.]+)", source))
 
@@ -281,7 +288,8 @@ def test_each_placement_change_is_a_line(model: str, plan: str) -> None:
             assert isinstance(node.args[0], ast.Name), ast.unparse(node)
 
 
-def test_ruff_finds_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cases", [QUICK_CASES, pytest.param(ALL_CASES, marks=pytest.mark.slow)], ids=["quick", "all"])
+def test_ruff_finds_nothing(tmp_path: Path, cases: list[tuple[str, str]]) -> None:
     """`ruff check --isolated` on the folder that is saved."""
     import autopar
     from examples.gpt import GPT, GPTConfig
@@ -291,7 +299,7 @@ def test_ruff_finds_nothing(tmp_path: Path) -> None:
         lambda: GPT(GPTConfig(n_layer=2, d_model=32, block_size=32)), 4, gpu="h100-sxm-80gb", global_batch=8,
         inputs={"input_ids": ids, "labels": ids}, pp=2, tp=2, dp=1,
     ).save(tmp_path / "saved")  # fmt: skip
-    for model, plan in QUICK_CASES:
+    for model, plan in cases:
         (tmp_path / "saved" / f"{model}_{plan.replace('-', '_')}.py").write_text(of(model, plan).source)
     command = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", str(tmp_path / "saved")]
     for folder in (tmp_path / "saved", Path.cwd()):  # what is first-party depends on it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from itertools import combinations, product
 from math import inf
@@ -97,9 +98,23 @@ def steady_s(price: ModelPrice, plan: Plan, hardware: Hardware) -> list[float]:
     return [sum(stages[rank :: plan.mesh.pp]) for rank in range(plan.mesh.pp)]
 
 
+SPACES = (st.sampled_from([2, 4]), st.floats(6.0, 30.0), st.integers(1, 2), st.sampled_from(GPUS))
+
+
 @settings(max_examples=2, deadline=None, phases=[Phase.generate], derandomize=True)
-@given(st.sampled_from([2, 4]), st.floats(6.0, 30.0), st.integers(1, 2), st.sampled_from(GPUS))
+@given(*SPACES)
 def test_it_finds_what_brute_force_finds(gpus: int, budget_gib: float, classes: int, gpu: str) -> None:
+    check_against_brute_force(gpus, budget_gib, classes, gpu)
+
+
+@pytest.mark.slow
+@settings(max_examples=8, deadline=None, phases=[Phase.generate], derandomize=True)
+@given(*SPACES)
+def test_it_finds_what_brute_force_finds_in_more_spaces(gpus: int, budget_gib: float, classes: int, gpu: str) -> None:
+    check_against_brute_force(gpus, budget_gib, classes, gpu)
+
+
+def check_against_brute_force(gpus: int, budget_gib: float, classes: int, gpu: str) -> None:
     cluster = Cluster(gpus, gpu)
     request = Request(8, SEQUENCE, budget_gib * GIB, pins=Pins(forbid={"micro_batch": (8, 4)}))
     models = {tp: [small(tp, classes)] for tp in (1, 2)}
@@ -135,8 +150,9 @@ def find(**arguments: object) -> SearchResult:
 
 def test_llama_on_64_gpus_is_planned_in_seconds() -> None:
     for budget_gib in (79, 20):
+        started_s = time.process_time()  # of the processor: the machine may be busy
         result = find(budget_bytes=budget_gib * GIB)
-        assert result.elapsed_s < 20  # 3 and 7 s on an idle machine
+        assert time.process_time() - started_s < 10  # 3 and 7 s
         assert all(c.estimate.peak_bytes <= budget_gib * GIB for c in result.best)
         steps = [c.estimate.step_time_s for c in result.best]
         assert steps == sorted(steps) and len({str(c.plan.mesh) for c in result.best}) == len(steps)
