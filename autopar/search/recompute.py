@@ -109,7 +109,7 @@ def _least(count: int, options: tuple[Option, ...], need_bytes: float) -> tuple[
         if count * option.frees_bytes < need_bytes * _TIE:
             continue  # not even if all layers took it
         gain = option.frees_bytes - base_bytes
-        least = ceil((need_bytes - count * base_bytes) / gain * _TIE)
+        least = ceil((need_bytes - count * base_bytes) / gain * _TIE) if gain else 0
         taken = next(iter(_taken(count, base, option, least)), None)
         if taken is None:
             continue
@@ -129,10 +129,11 @@ def _front(count: int, options: tuple[Option, ...]) -> list[tuple[float, float, 
 
 
 def _pairs(options: Sequence[Option]) -> Iterator[tuple[Option | None, Option]]:
-    """(what the other layers do, what some do), the second freeing more; None for nothing."""
+    """(what the other layers do, what some do), the second freeing no less; None for nothing."""
     for option in options:
         yield None, option
-        others = (o for o in options if o.frees_bytes < option.frees_bytes and min(o.group, option.group) == 1)
+        rank = option.frees_bytes, option.time_s  # of two that free as much, the slower one has the smaller group
+        others = (o for o in options if (o.frees_bytes, o.time_s) < rank and min(o.group, option.group) == 1)
         yield from ((base, option) for base in others)
 
 
