@@ -44,8 +44,16 @@ OF_QWEN = ("tp2-sp", "dp2-tp2-pp2", "zero3-tp2-pp2-recompute")
 IN_HALF = ("tp2-sp", "zero3", "dp2-tp2-pp2")
 MODELS: dict[str, Make] = {"gpt": gpt, "llama": llama, "qwen2": qwen}
 CASES = [(model, plan) for model in MODELS for plan in PLANS if model != "qwen2" or plan in OF_QWEN]
-# In fp32 the default set pairs each plan with one model; the other halves are slow.
-SLOW_IN_FP32 = {("gpt" if i % 2 else "llama", plan) for i, plan in enumerate(PLANS)}
+# Other dtypes than fp64 take every other plan or fewer, with one model each, in turn; the rest of the product is slow.
+IN_FP32 = [("gpt" if i % 4 else "llama", plan) for i, plan in enumerate(PLANS) if i % 2 == 0] + [("qwen2", "tp2-sp")]
+IN_FP16 = [("gpt", "tp2"), ("llama", "pp2-1f1b"), ("gpt", "zero2"), ("llama", "zero3-tp2-pp2-recompute")]
+IN_BF16 = [("gpt", "tp2-sp"), ("llama", "zero3"), ("gpt", "dp2-tp2-pp2")]
+
+
+def _each(cases: list[tuple[str, str]], quick: list[tuple[str, str]]) -> pytest.MarkDecorator:
+    assert set(quick) <= set(cases)
+    marked = [pytest.param(*case, marks=[] if case in quick else [pytest.mark.slow]) for case in cases]
+    return pytest.mark.parametrize(("model", "plan"), marked)
 
 
 @pytest.mark.parametrize(("model", "plan"), CASES)
@@ -54,9 +62,7 @@ def test_fp64(model: str, plan: str) -> None:
     assert_parity(subject, subject.plan(**PLANS[plan]))
 
 
-@pytest.mark.parametrize(
-    ("model", "plan"), [pytest.param(*c, marks=[pytest.mark.slow] if c in SLOW_IN_FP32 else []) for c in CASES]
-)
+@_each(CASES, IN_FP32)
 def test_fp32(model: str, plan: str) -> None:
     subject = MODELS[model](torch.float32)
     assert_parity(subject, subject.plan(**PLANS[plan]))
@@ -66,28 +72,26 @@ def test_fp32(model: str, plan: str) -> None:
 # Half precision
 
 
-@pytest.mark.parametrize("plan", IN_HALF)
-@pytest.mark.parametrize("model", ["gpt", "llama"])
+@_each([(model, plan) for model in ("gpt", "llama") for plan in IN_HALF], IN_BF16)
 def test_bf16(model: str, plan: str) -> None:
     subject = MODELS[model](torch.bfloat16)
     assert_half(subject, subject.plan(**PLANS[plan]))
 
 
-@pytest.mark.parametrize(
-    ("model", "plan"),
-    [
-        pytest.param(model, plan, marks=[] if (model == "gpt") == (i % 2 == 0) else pytest.mark.slow)
-        for i, plan in enumerate(PLANS)
-        for model in ("gpt", "llama")
-    ],
-)
+@_each([(model, plan) for model in ("gpt", "llama") for plan in PLANS], IN_FP16)
 def test_fp16(model: str, plan: str) -> None:
     subject = MODELS[model](torch.float16)
     assert_half(subject, subject.plan(**PLANS[plan]))
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("dtype", "zero"),
+    [
+        pytest.param(dtype, zero, id=f"{name}-{zero}", marks=[] if (zero + i) % 2 else [pytest.mark.slow])
+        for i, (name, dtype) in enumerate((("bf16", torch.bfloat16), ("fp16", torch.float16)))
+        for zero in range(4)
+    ],
+)
 def test_gradients_reduced_in_half_precision(dtype: torch.dtype, zero: int) -> None:
     subject = gpt(dtype)
     assert_half(subject, subject.plan(dp=2, micro_batch=3, zero=zero, reduce_dtype=subject.precision))

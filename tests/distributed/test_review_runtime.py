@@ -45,6 +45,10 @@ PLANS: dict[str, dict[str, Any]] = {
 each_plan = pytest.mark.parametrize("plan", PLANS)
 
 
+def slow(*case: str) -> Any:
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 class Net(nn.Module):
     """Two blocks between a table and a head that is registered first."""
 
@@ -183,7 +187,8 @@ def frozen(kind: str) -> Subject:
 
 
 @pytest.mark.parametrize(
-    ("kind", "plan"), [*(("table", plan) for plan in PLANS), ("half", "pp2"), ("half", "zero3-pp2"), ("tied", "pp2")]
+    ("kind", "plan"),
+    [*(slow("table", plan) for plan in PLANS), ("half", "pp2"), ("half", "zero3-pp2"), ("tied", "pp2")],
 )
 def test_frozen_parameters_get_no_gradient_and_stay(kind: str, plan: str) -> None:
     model = frozen(kind)
@@ -211,7 +216,7 @@ class Unread(Net):
         self.blocks[1].extra = nn.Parameter(torch.ones(3, 5))
 
 
-@pytest.mark.parametrize("plan", ["one", "pp2", "tp2", "zero3"])
+@pytest.mark.parametrize("plan", [slow("one"), "pp2", slow("tp2"), "zero3"])
 def test_parameters_that_the_loss_never_reads_are_kept_and_saved(plan: str, tmp_path: Path) -> None:
     model = subject(Unread(), FP64)
     assert_parity(model, model.plan(**PLANS[plan]))  # all names, too
@@ -280,7 +285,7 @@ class Root(nn.Sequential):
         return F.cross_entropy(F.linear(self.norm(x), self.table).flatten(0, 1), labels.flatten())
 
 
-@pytest.mark.parametrize("plan", ["one", "pp2", "zero3"])
+@pytest.mark.parametrize("plan", [slow("one"), "pp2", "zero3"])
 def test_layers_that_are_children_of_the_model(plan: str) -> None:
     model = subject(Root(), FP64)
     assert_parity(model, model.plan(**PLANS[plan]))

@@ -118,7 +118,10 @@ def inputs_of(model: nn.Module) -> Mapping[str, Any]:
 DEEP = {"t5": t5(2), "whisper": whisper(2), "gemma2": gemma2(2)}
 
 
-@pytest.mark.parametrize("family", [pytest.param(f, marks=[pytest.mark.slow] if f in DEEP else []) for f in PUBLISHED])
+QUICK = ("llama", "gpt2", "bert", "mixtral")
+
+
+@pytest.mark.parametrize("family", [pytest.param(f, marks=[] if f in QUICK else [pytest.mark.slow]) for f in PUBLISHED])
 def test_tp_divides_the_work(family: str) -> None:
     _check(PUBLISHED[family]())
 
