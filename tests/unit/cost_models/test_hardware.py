@@ -59,9 +59,9 @@ def test_a_cuda_device_finds_its_entry(device: str, memory_gib: float, entry: st
 
 def test_the_cpu_is_measured_once_within_three_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path))
-    start = time.perf_counter()
+    start = time.process_time()  # of the clock it takes more where other jobs run
     first = measure_cpu()
-    assert time.perf_counter() - start < 10  # 3 s on an idle machine
+    assert time.process_time() - start < 3
     assert measure_cpu() == first and len(list(tmp_path.iterdir())) == 1
     assert first.matmul_flops["fp32"] > 1e8 and first.all_reduce_bytes_per_s > 1e6
     hardware = Cluster(4, "cpu").hardware
