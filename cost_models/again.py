@@ -8,7 +8,7 @@ nor a reduction after it. A collective inside the part runs again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import sympy
@@ -33,7 +33,7 @@ class Move:
 def again_costs(saved: Saved, moves: Sequence[Move]) -> tuple[AgainCosts, ...]:
     """Each combination of the block's regions, and the layer as a whole."""
     there: dict[str, list[tuple[fx.Node, ...]]] = {}
-    for region in find_regions(saved):
+    for region in find_regions(replace(saved, apart=frozenset())):  # as insert_recompute finds them
         there.setdefault(region.name, []).append(region.ops)
     sides = [["", *(name for name in (part, whole) if name in there)] for whole, part in PARTS.items()]
     found = []

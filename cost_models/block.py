@@ -86,7 +86,6 @@ class BlockPrice:
     tied_parameters: int
     saved_bytes: float
     working_bytes: float
-    output_bytes: float
     buffer_bytes: int = 0
     data: tuple[tuple[str, float], ...] = ()  # (collective, bytes) over dp within forward and backward
     logits_bytes: float = 0.0  # of saved_bytes
@@ -142,7 +141,7 @@ def block_evaluator(layer: LayerCosts) -> Callable[[int, int, int], list[float]]
         expressions += op.launches or (1, _BACKWARD_LAUNCHES[op.kind])
     expressions += [transfer.size_bytes for transfer in (*layer.transfers, *layer.data_transfers)]
     expressions += [size for again in layer.again for size in (again.saved_bytes, again.live_bytes)]
-    expressions += [layer.saved_bytes, layer.working_bytes, layer.output_bytes]
+    expressions += [layer.saved_bytes, layer.working_bytes]
     expressions += [layer.logits_bytes, layer.logits_peak_bytes, layer.waiting_bytes]
     expressions = [sympy.sympify(expression) for expression in expressions]
     unique = list(dict.fromkeys(expressions))
@@ -189,8 +188,8 @@ def price_values(
         return over_cp, over_tp
 
     over_dp = zip(layer.data_transfers, values[at + len(layer.transfers) :], strict=False)
-    saved, working, output, logits, logits_peak, waiting = values[-6:]
-    kept = values[-6 - 2 * len(layer.again) : -6]
+    saved, working, logits, logits_peak, waiting = values[-5:]
+    kept = values[-5 - 2 * len(layer.again) : -5]
     again = {
         part.what: AgainPrice(
             kept[2 * i],
@@ -212,7 +211,6 @@ def price_values(
         tied_parameters=layer.tied_parameters,
         saved_bytes=saved,
         working_bytes=working,
-        output_bytes=output,
         buffer_bytes=layer.buffer_bytes,
         data=tuple((transfer.collective, size_bytes) for transfer, size_bytes in over_dp),
         logits_bytes=logits,

@@ -11,6 +11,7 @@ from autopar.cost_models.block import AgainPrice, BlockPrice, PhaseTime, block_e
 from autopar.cost_models.collectives import Group, axis_group
 from autopar.cost_models.hardware import Hardware
 from autopar.cost_models.layer_costs import B, ModelCosts, S
+from autopar.cost_models.passed import Boundaries, boundary_evaluator
 from autopar.errors import PlanError
 from autopar.mesh import Mesh
 from autopar.recompute import Again, by_layer, choice
@@ -29,6 +30,7 @@ class ModelPrice:
     layers: tuple[int, ...]
     epilogue: BlockPrice
     unsharded_flops: float  # forward, of one micro-batch of the original model
+    boundaries: Boundaries
     loss_chunks: int = 1
     epilogue_in: Callable[[int], BlockPrice] | None = None  # by chunks
 
@@ -80,7 +82,7 @@ class ModelPrice:
     @cached_property
     def least_saved_bytes(self) -> float:
         """Activations of a micro-batch in the whole model, each layer with the choice that keeps least."""
-        kept = self.prologue.saved_bytes + self.epilogue.saved_bytes
+        kept = self.prologue.saved_bytes + self.epilogue.saved_bytes + self.boundaries.made_bytes[len(self.layers)]
         for index, block in enumerate(self.classes):
             names = [*block.again, f"groups of {self.longest_chains[index]}"] if block.again else []
             least = min([block.saved_bytes, *(block.recomputed(choice(name)).saved_bytes for name in names)])
@@ -114,12 +116,17 @@ class ModelPrice:
 
 @dataclass(frozen=True)
 class StageShape:
-    """What a stage is made of: layers of each class, of these how many with each recompute, ends of the model."""
+    """What a stage is made of: layers of each class, of these how many with each recompute, ends of the model.
+
+    receives_bytes: of a micro-batch, from both neighbours; held_bytes: what it keeps of one beside what its blocks do.
+    """
 
     counts: tuple[int, ...]
     recomputed: tuple[tuple[tuple[str, int], ...], ...]
     first: bool
     last: bool
+    receives_bytes: float
+    held_bytes: float
 
 
 @dataclass(frozen=True)
@@ -152,11 +159,16 @@ def price_model(
     blocks = [model.prologue, *model.classes.values(), model.epilogue]
     prices = [price_block(block, micro_batches, tokens, hardware, precision, groups) for block in blocks]
     layers = tuple(names.index(name) for name in model.layers)
+    boundaries = boundary_evaluator(model.passed, len(layers))
     made = []
     for b, at in zip(micro_batches, zip(*prices, strict=True), strict=True):
         flops = float(model.unsharded_flops.subs({B: b, S: tokens}))
         chunked = _in_chunks(model, at[-1], (b, tokens), hardware, precision, groups)
-        made.append(ModelPrice(model, b, at[0], tuple(at[1:-1]), layers, at[-1], flops, epilogue_in=chunked))
+        made.append(
+            ModelPrice(
+                model, b, at[0], tuple(at[1:-1]), layers, at[-1], flops, boundaries(b, tokens), epilogue_in=chunked
+            )
+        )
     return made
 
 
@@ -182,16 +194,19 @@ def _in_chunks(
 
 def stage_shape(price: ModelPrice, start: int, stop: int, recompute: Iterable[Again] = ()) -> StageShape:
     """The stage of layers [start, stop); the ends of the model belong to the first and last layer."""
-    counts = [0] * len(price.classes)
     recomputed: list[dict[str, int]] = [{} for _ in price.classes]
-    chosen = by_layer(recompute)
-    for layer in range(start, stop):
-        counts[price.layers[layer]] += 1
-        if what := chosen.get(layer):
+    for layer, what in by_layer(recompute).items():
+        if start <= layer < stop:
             own = recomputed[price.layers[layer]]
             own[what] = own.get(what, 0) + 1
-    again = tuple(tuple(sorted(own.items())) for own in recomputed)
-    return StageShape(tuple(counts), again, start == 0, stop == len(price.layers))
+    return StageShape(
+        tuple(b - a for a, b in zip(price.counts_until[start], price.counts_until[stop], strict=True)),
+        tuple(tuple(sorted(own.items())) for own in recomputed),
+        start == 0,
+        stop == len(price.layers),
+        price.boundaries.receives_bytes(start, stop),
+        price.boundaries.held_bytes(start, stop),
+    )
 
 
 def stage_blocks(price: ModelPrice, shape: StageShape) -> list[tuple[BlockPrice, int, list[tuple[AgainPrice, int]]]]:

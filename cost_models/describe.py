@@ -19,6 +19,7 @@ from autopar.cost_models.fusion import fused
 from autopar.cost_models.halves import halves, keeps_gradient
 from autopar.cost_models.layer_costs import CHUNKS, LayerCosts, ModelCosts, OpCost, Transfer
 from autopar.cost_models.logits import head_costs, logits_cost
+from autopar.cost_models.passed import apart, passed
 from autopar.cost_models.transfers import context_transfers, conversion_transfers, op_transfers, parameter_transfers
 from autopar.ir.chains import chains
 from autopar.ir.custom import LINEAR_CROSS_ENTROPY
@@ -93,12 +94,18 @@ def describe(
     compiled: the layers run under torch.compile.
     """
     axis = Axis("tp", solution.ranks, values=dict(values))
+    by_themselves = apart(program)
     costs = {
-        name: _layer_costs(program, block, solution.strategies[name], axis, compiled and _is_layer(program, name))
+        name: _layer_costs(
+            program,
+            Saved(block, solution.strategies[name], axis.size, by_themselves[name]),
+            axis,
+            compiled and _is_layer(program, name),
+        )
         for name, block in program.blocks.items()
         if program.count(name)
     }
-    empty = LayerCosts("none", (), (), 0, 0, _ZERO, _ZERO, _ZERO)
+    empty = LayerCosts("none", (), (), 0, 0, _ZERO, _ZERO)
     typed = data_types(program)
     costs = {name: replace(c, data_transfers=_data_transfers(program.blocks[name], typed)) for name, c in costs.items()}
     chunked = _chunked_epilogue(program, solution, axis)
@@ -122,6 +129,7 @@ def describe(
         chunked=None if isinstance(chunked, str) else replace(chunked, data_transfers=costs[EPILOGUE].data_transfers),
         not_chunked=chunked if isinstance(chunked, str) else "",
         chains=chains(program),
+        passed=passed(program, solution.strategies, axis.size),
     )
 
 
@@ -152,7 +160,8 @@ def _chunked_epilogue(program: Program, solution: Solution, axis: Axis) -> Layer
     if not find_heads(block):
         return why_no_head(block)
     block = with_chunks(block, CHUNKS)
-    return _layer_costs(program, block, {n.name: typed_strategy(n) for n in block.nodes}, axis)
+    strategies = {n.name: typed_strategy(n) for n in block.nodes}
+    return _layer_costs(program, Saved(block, strategies, axis.size, apart(program)[EPILOGUE]), axis)
 
 
 def _is_layer(program: Program, name: str) -> bool:
@@ -160,10 +169,8 @@ def _is_layer(program: Program, name: str) -> bool:
     return name not in (PROLOGUE, EPILOGUE, TABLES) and not program.is_between(name)
 
 
-def _layer_costs(
-    program: Program, block: Block, strategies: Mapping[str, Strategy], axis: Axis, compiled: bool = False
-) -> LayerCosts:
-    saved = Saved(block, strategies, axis.size)
+def _layer_costs(program: Program, saved: Saved, axis: Axis, compiled: bool = False) -> LayerCosts:
+    block, strategies = saved.block, saved.of
     moves = block_transfers(saved)
     logits = [cost for n in block.ops if (cost := logits_cost(n, strategies[n.name], axis.size)) is not None]
     ops = {n: op_costs(n, strategies[n.name], rule_of(n), axis.size) for n in block.ops}
@@ -177,7 +184,6 @@ def _layer_costs(
             tied += size
         else:
             own += size
-    results = [n for n in block.results if info(n).requires_grad and info(n).shape != ()]
     return LayerCosts(
         name=block.name,
         ops=tuple(fused(block, strategies, ops, axis.size) if compiled else [c for n in ops for c in ops[n]]),
@@ -186,7 +192,6 @@ def _layer_costs(
         tied_parameters=tied,
         saved_bytes=saved.total_bytes(),
         working_bytes=_working_bytes(saved),
-        output_bytes=_total(local_bytes(info(n), strategies[n.name].output, axis.size) for n in results),
         waiting_bytes=_total(
             local_bytes(info(n), strategies[n.name].output, axis.size)
             for n in block.ops

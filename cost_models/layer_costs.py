@@ -70,7 +70,6 @@ class LayerCosts:
     saved_bytes: activations kept from forward to backward for one micro-batch, without recompute.
     again: what of it can be recomputed, the whole layer last; none for the ends of a model.
     working_bytes: the largest transient beside what is saved (workspace of one op, its gradient).
-    output_bytes: what the block sends to the next one (hidden states), also the size of their gradient.
     waiting_bytes: gradients kept beside what is saved, once those of inputs are done and those of weights are not.
     buffer_bytes: of the model's buffers that it reads, whole on each rank.
     data_transfers: collectives over dp within forward and backward, of values of the whole batch.
@@ -84,7 +83,6 @@ class LayerCosts:
     tied_parameters: int  # elements that another block also holds (an extra copy when the two are on different stages)
     saved_bytes: sympy.Expr
     working_bytes: sympy.Expr
-    output_bytes: sympy.Expr
     buffer_bytes: int = 0
     data_transfers: tuple[Transfer, ...] = ()
     logits_bytes: sympy.Expr = sympy.Integer(0)
@@ -99,6 +97,22 @@ class LayerCosts:
 
 
 @dataclass(frozen=True)
+class Passed:
+    """A value that passes between layers, on one rank: made in layer `made`, `read` in that one at last.
+
+    gradient_bytes: of the gradient that comes back; that of a floating value does, be it needed or not.
+    apart: a stage keeps it once, and no layer counts it in its saved_bytes. kept: the layer that reads it counts it.
+    """
+
+    made: int
+    read: int
+    size_bytes: sympy.Expr
+    gradient_bytes: sympy.Expr
+    apart: bool
+    kept: bool
+
+
+@dataclass(frozen=True)
 class ModelCosts:
     """The whole model under one tp solution: prologue, each layer in order, epilogue.
 
@@ -107,6 +121,7 @@ class ModelCosts:
     `unsharded_flops`: forward FLOPs of one micro-batch of the original model (for MFU: ×3 with backward).
     `cp`, `context`: the ranks and the name of the solution on cp; then `s` is the tokens of one of these ranks.
     `sharded_fraction`: share of FLOPs that tp divides, 0 to 1, at the given b, s.
+    `passed`: the values that pass between layers.
     `tables_bytes`: buffers that every stage has, to make what its layers read.
     `chunked`: the epilogue with head and loss in `CHUNKS` slices of the vocabulary; None where they cannot be, and
     `not_chunked` says why.
@@ -126,6 +141,7 @@ class ModelCosts:
     chains: tuple[int, ...] = ()
     cp: int = 1
     context: str = ""
+    passed: tuple[Passed, ...] = ()
 
 
-__all__ = ["CHUNKS", "AgainCosts", "B", "LayerCosts", "ModelCosts", "OpCost", "S", "Transfer"]
+__all__ = ["CHUNKS", "AgainCosts", "B", "LayerCosts", "ModelCosts", "OpCost", "Passed", "S", "Transfer"]

@@ -10,6 +10,7 @@ those of the reduction (w, or c if so pinned) while whole, w as shards and once 
     2     cP                         1/D               1/D                         –
     3     –                          1/D               1/D                         unit, next unit, shared ends
 
+In whole precision (fp32, fp64) one data rank has plain parameters, as with ZeRO 0, whatever the ZeRO stage.
 With hsdp D is the ranks of a group. With offload masters, states and reduced gradients lie on the host (`host_ledger`),
 but those that wait for the other groups of hsdp; a unit's part passes through the device on its way.
 
@@ -72,8 +73,10 @@ class States:
 
     @property
     def has_copy(self) -> bool:
-        """The parameters computed with are another tensor than those the optimizer updates."""
-        return self.compute_bytes < self.master_bytes or self.zero > 0
+        """The parameters computed with are another tensor than those the optimizer updates: those of fully_shard, which
+        in whole precision leaves out ZeRO-0 and one data rank alone (autopar/runtime/data_parallel.py)."""
+        alone = self.shards * self.copies == 1 and not self.offload
+        return self.compute_bytes < self.master_bytes or self.zero > 0 and not alone
 
     @property
     def keeps_whole_gradients(self) -> bool:
@@ -117,7 +120,7 @@ class StageMemory:
         return self.in_flight * self.saved_bytes if self.held_bytes is None else self.held_bytes
 
 
-def stage_memory(price: ModelPrice, shape: StageShape, in_flight: int, receives_bytes: float) -> StageMemory:
+def stage_memory(price: ModelPrice, shape: StageShape, in_flight: int) -> StageMemory:
     """The stage's parameters and activation bytes.
 
     The peak is at the start of a backward pass: in the epilogue with its workspace, or in the first layer
@@ -125,7 +128,7 @@ def stage_memory(price: ModelPrice, shape: StageShape, in_flight: int, receives_
     """
     blocks = stage_blocks(price, shape)
     inner = [item for item in blocks if item[0] is not price.prologue and item[0] is not price.epilogue]
-    saved = 0.0
+    saved = shape.held_bytes
     for block, count, again in blocks:
         saved += count * block.saved_bytes - sum(n * (block.saved_bytes - choice.saved_bytes) for choice, n in again)
     layer_peak = max((again_bytes(block, [choice for choice, _ in again]) for block, _, again in inner), default=0.0)
@@ -139,18 +142,17 @@ def stage_memory(price: ModelPrice, shape: StageShape, in_flight: int, receives_
         own = price.epilogue.logits_peak_bytes if at_loss else 0.0
         logits_at_peak = (in_flight - 1) * logits + own
     ends = end_parameters(price, shape)
-    layers = sum(block.parameters * count for block, count, _ in inner)
     largest = max(
         (block.parameters * max([1, *(choice.group for choice, _ in again)]) for block, _, again in inner), default=0
     )
     return StageMemory(
-        parameters=layers + ends.total + tied_layers(price, shape),
+        parameters=stage_parameters(price, shape),
         root_parameters=ends.shared,
         unit_parameters=(ends.first, *[largest] * min(2, sum(count for _, count, _ in inner)), ends.last),
         saved_bytes=saved,
         transient_bytes=max([0.0, layer_peak, *working]),
         in_flight=in_flight,
-        receives_bytes=receives_bytes,
+        receives_bytes=shape.receives_bytes,
         buffer_bytes=price.model.tables_bytes + sum(b.buffer_bytes * n for b, n, _ in blocks),
         logits_bytes=in_flight * logits,
         logits_at_peak_bytes=logits_at_peak,
@@ -214,11 +216,11 @@ def end_parameters(price: ModelPrice, shape: StageShape) -> EndParameters:
     return EndParameters(before if shape.first else 0, after + tied if shape.last else 0, 0)
 
 
-def tied_layers(price: ModelPrice, shape: StageShape) -> int:
-    """Elements of layers that are tied to parameters of an earlier stage."""
-    if shape.first:
-        return 0
-    return sum(block.tied_parameters for block, n in zip(price.classes, shape.counts, strict=True) if n)
+def stage_parameters(price: ModelPrice, shape: StageShape) -> int:
+    """Elements that a stage holds and updates, its own copies of those tied to an earlier stage's among them."""
+    held = sum(block.parameters * n for block, n in zip(price.classes, shape.counts, strict=True))
+    tied = sum(block.tied_parameters for block, n in zip(price.classes, shape.counts, strict=True) if n)
+    return held + end_parameters(price, shape).total + (0 if shape.first else tied)
 
 
 @dataclass(frozen=True)
@@ -252,9 +254,9 @@ class Resident:
 def resident_bytes(states: States, parameters: int) -> Resident:
     """DESIGN §6, third column: what stays unsharded between micro-batches (between steps gradients are gone).
 
-    With ZeRO 0 in fp32 and fp64 the parameters themselves are whole.
+    Outside fully_shard the parameters themselves are whole.
     """
-    copy = 0 if states.zero == 3 else parameters * states.compute_bytes
+    copy = 0 if states.zero == 3 and states.has_copy else parameters * states.compute_bytes
     gradients = parameters * states.reduce_bytes if states.keeps_whole_gradients else 0
     return Resident(copy, gradients)
 
@@ -346,7 +348,7 @@ def _buffer_terms(stage: StageMemory, states: States) -> list[MemoryTerm]:
     units = stage.unit_parameters
     unit = max((stage.root_parameters, *units))
     gathered = 0
-    if states.zero == 3:
+    if states.zero == 3 and states.has_copy:
         pairs = (one + following for one, following in zip_longest(units, units[1:], fillvalue=0))
         gathered = (stage.root_parameters + max(pairs, default=0)) * states.compute_bytes
     if not states.has_copy:

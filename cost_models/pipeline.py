@@ -61,19 +61,26 @@ def simulate_one(
     backward_s: Sequence[float],
     send_s: Sequence[float],
     *,
+    back_s: Sequence[float] | None = None,
     first_s: Sequence[float] | None = None,
     weight_s: Sequence[float] | None = None,
 ) -> list[float]:
     """`Timeline.end_s` where all micro-batches take the same; plain floats, far faster than arrays of one.
 
-    forward_s, backward_s, weight_s: seconds by stage; first_s: what the first forward of each takes longer.
+    forward_s, backward_s, weight_s: seconds by stage; first_s: what the first forward of each takes longer. send_s:
+    from each stage to the next; back_s: the other way (None: the same).
     """
     none = [0.0] * len(forward_s)
     longer = [f + more for f, more in zip(forward_s, first_s or none, strict=True)]
     durations = [*forward_s, *backward_s, *(weight_s or none), *longer]
 
     def ends(count: int) -> list[float]:
-        return _run(_steps(schedule, pp, count, len(forward_s) // pp), pp, durations, [*send_s, 0.0])
+        return _run(
+            _steps(schedule, pp, count, len(forward_s) // pp),
+            pp,
+            durations,
+            [*send_s, *(send_s if back_s is None else back_s), 0.0],
+        )
 
     if schedule not in MULTI_STAGE or micro_batches % pp or micro_batches <= (_STEADY + 2) * pp:
         return ends(micro_batches)
@@ -109,6 +116,7 @@ def _steps(schedule: str, pp: int, micro_batches: int, virtual_stages: int) -> t
         kind = {"F": 3 if op.micro_batch == 0 else 0, "B": 1, "I": 1, "W": 2}[op.kind]
         source = source_of(op, stages)
         link = -1 if source is None or source.stage == op.stage else min(op.stage, source.stage)
+        link += stages - 1 if link >= 0 and op.kind != "F" else 0  # gradients go back
         waits = -1 if source is None else places[source]
         steps.append((op.stage % pp, kind * stages + op.stage, place, waits, link))
     return tuple(steps)

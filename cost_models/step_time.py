@@ -31,6 +31,7 @@ from autopar.cost_models.memory import (
     optimizer_state_bytes,
     rank_memory,
     stage_memory,
+    stage_parameters,
     total_bytes,
 )
 from autopar.cost_models.overlap import Overlap
@@ -110,8 +111,7 @@ def estimate_price(price: ModelPrice, plan: Plan, hardware: Hardware) -> Estimat
     shapes = [stage_shape(price, start, stop, plan.recompute) for start, stop in plan.stages]
     times = [stage_time(price, shape, setting.in_halves) for shape in shapes]
     data = [data_time(price, shape, setting) for shape in shapes]
-    send_s = [send_time_s(price, stage, stop, setting) for stage, (_, stop) in enumerate(plan.stages[:-1])]
-    pipeline_s, bubble = pipeline_time(times, data, send_s, setting)
+    pipeline_s, bubble = pipeline_time(times, data, send_times(price, plan.stages, setting), setting)
     pp = plan.mesh.pp
     after = _after_pipeline(price, [shapes[rank::pp] for rank in range(pp)], setting)
     step_s = pipeline_s + sum(term.time_s for term in after)
@@ -120,8 +120,8 @@ def estimate_price(price: ModelPrice, plan: Plan, hardware: Hardware) -> Estimat
             plan.stages[rank::pp],
             _recomputed(shapes[rank::pp]),
             _time_terms(times[rank::pp], data[rank::pp], setting.micro_batches),
-            rank_ledger(price, shapes[rank::pp], plan.stages[rank::pp], rank, setting),
-            rank_host_ledger(price, shapes[rank::pp], plan.stages[rank::pp], rank, setting),
+            rank_ledger(price, shapes[rank::pp], rank, setting),
+            rank_host_ledger(price, shapes[rank::pp], rank, setting),
         )
         for rank in range(pp)
     )
@@ -140,27 +140,17 @@ def estimate_price(price: ModelPrice, plan: Plan, hardware: Hardware) -> Estimat
     )
 
 
-def rank_ledger(
-    price: ModelPrice,
-    shapes: Sequence[StageShape],
-    ranges: Sequence[tuple[int, int]],
-    rank: int,
-    setting: Setting,
-) -> tuple[MemoryTerm, ...]:
-    """The memory terms of a rank with the stages of these shapes and layers."""
-    memory = memory_of(price, shapes, ranges, rank, setting)
+def rank_ledger(price: ModelPrice, shapes: Sequence[StageShape], rank: int, setting: Setting) -> tuple[MemoryTerm, ...]:
+    """The memory terms of a rank with the stages of these shapes."""
+    memory = memory_of(price, shapes, rank, setting)
     return ledger(memory, setting.states, setting.hardware, setting.mesh.world_size)
 
 
 def rank_host_ledger(
-    price: ModelPrice,
-    shapes: Sequence[StageShape],
-    ranges: Sequence[tuple[int, int]],
-    rank: int,
-    setting: Setting,
+    price: ModelPrice, shapes: Sequence[StageShape], rank: int, setting: Setting
 ) -> tuple[MemoryTerm, ...]:
     """What a rank keeps on the host."""
-    return host_ledger(memory_of(price, shapes, ranges, rank, setting), setting.states, setting.hardware)
+    return host_ledger(memory_of(price, shapes, rank, setting), setting.states, setting.hardware)
 
 
 def host_room_bytes(hardware: Hardware) -> float:
@@ -168,29 +158,35 @@ def host_room_bytes(hardware: Hardware) -> float:
     return hardware.host.memory_bytes if hardware.host else inf
 
 
-def memory_of(
-    price: ModelPrice,
-    shapes: Sequence[StageShape],
-    ranges: Sequence[tuple[int, int]],
-    rank: int,
-    setting: Setting,
-) -> StageMemory:
+def memory_of(price: ModelPrice, shapes: Sequence[StageShape], rank: int, setting: Setting) -> StageMemory:
     """What the ledger needs of a rank, with the micro-batches that its schedule keeps in flight."""
     stages, waiting = [], []
-    for shape, (start, stop) in zip(shapes, ranges, strict=True):
-        receives = 0.0 if shape.first else price.classes[price.layers[start - 1]].output_bytes
-        receives += 0.0 if shape.last else price.classes[price.layers[stop - 1]].output_bytes
-        stages.append(stage_memory(price, shape, 1, receives))
+    for shape in shapes:
+        stages.append(stage_memory(price, shape, 1))
         # The first stage's whole backward comes later: nothing of it waits but what it has received.
         blocks = [] if shape.first else stage_blocks(price, shape)
         waiting.append(sum(count * block.waiting_bytes for block, count, _ in blocks))
     return rank_memory(stages, waiting, setting.held(rank))
 
 
-def send_time_s(price: ModelPrice, stage: int, stop: int, setting: Setting) -> float:
-    """Seconds to send one micro-batch from `stage` (whose last layer is stop − 1) to the next one."""
-    size_bytes = price.classes[price.layers[stop - 1]].output_bytes
-    return collective_time_s("send", size_bytes, stage_link(stage, setting), setting.hardware)
+@dataclass(frozen=True)
+class SendTimes:
+    """Seconds of a micro-batch over each boundary of stages: its values to the next one, their gradients back."""
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+
+
+def send_times(price: ModelPrice, ranges: Sequence[tuple[int, int]], setting: Setting) -> SendTimes:
+    """What the stages of these layers send each other."""
+
+    def times(sizes: Sequence[float]) -> tuple[float, ...]:
+        return tuple(
+            collective_time_s("send", sizes[stop], stage_link(stage, setting), setting.hardware)
+            for stage, (_, stop) in enumerate(ranges[:-1])
+        )
+
+    return SendTimes(times(price.boundaries.values_bytes), times(price.boundaries.gradients_bytes))
 
 
 def stage_link(stage: int, setting: Setting) -> Group:
@@ -203,7 +199,7 @@ def stage_link(stage: int, setting: Setting) -> Group:
 
 
 def pipeline_time(
-    times: list[StageTime], data: list[DataTime], send_s: list[float], setting: Setting
+    times: list[StageTime], data: list[DataTime], sends: SendTimes, setting: Setting
 ) -> tuple[float, float]:
     """(seconds until the last stage ends, share of it that stages idle)."""
     m, pp = setting.micro_batches, setting.mesh.pp
@@ -214,7 +210,10 @@ def pipeline_time(
         for time, comm in zip(times, data, strict=True)
     ]
     first = [comm.first_forward.exposed_s for comm in data]
-    ends = simulate_one(setting.schedule, pp, m, forward, backward, send_s, first_s=first, weight_s=later)
+    ends = simulate_one(
+        setting.schedule, pp, m, forward, backward, sends.forward_s, back_s=sends.backward_s, first_s=first,
+        weight_s=later,
+    )  # fmt: skip
     # The reduction of the last micro-batch delays no other rank.
     last = [comm.last_backward.exposed_s for comm in data]
     ends = [end + sum(last[rank::pp]) for rank, end in enumerate(ends)]
@@ -235,8 +234,7 @@ def _after_pipeline(price: ModelPrice, ranks: list[list[StageShape]], setting: S
     """What every rank does once all stages have ended."""
     hardware, states, mesh = setting.hardware, setting.states, setting.mesh
     shards = states.shards if setting.zero >= 1 else 1
-    held = ([b for shape in shapes for b in stage_blocks(price, shape)] for shapes in ranks)
-    parameters = max(sum(block.parameters * n for block, n, _ in blocks) for blocks in held)
+    parameters = max(sum(stage_parameters(price, shape) for shape in shapes) for shapes in ranks)
     update_s = update_time_s(parameters, setting)
     world = Group(mesh.world_size, min(mesh.world_size, hardware.gpus_per_node))
     norm_s = collective_time_s("all_reduce", 8, world, hardware)

@@ -5,7 +5,7 @@ With some of its ops recomputed, what these keep is made again, and what they re
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import sympy
@@ -27,11 +27,13 @@ Stored = tuple[fx.Node, Placement | None]
 
 @dataclass(frozen=True)
 class Saved:
-    """A block with its strategies on an axis of `tp` ranks."""
+    """A block with its strategies on an axis of `tp` ranks. apart: nodes whose storage a stage counts
+    by itself, once, and not each block that keeps it."""
 
     block: Block
     of: Mapping[str, Strategy]
     tp: int
+    apart: frozenset[str] = frozenset()
 
     def reads(self, node: fx.Node) -> list[tuple[fx.Node, Placement]]:
         """Each operand with the placement it is read in."""
@@ -60,16 +62,30 @@ class Saved:
         """What one op keeps: operands and result by its rule, and what its kernel has beside them."""
         if not info(node).requires_grad:
             return {}
-        strategy = self.of[node.name]
         found: dict[Stored, sympy.Expr] = {}
         extra = self._kernels_own(node)
         if extra != 0:
             found[node, None] = extra
-        for position in rule_of(node).saves:
-            value, placement = (node, strategy.output) if position < 0 else self.reads(node)[position]
-            if position < 0 or needed(node, position):
-                found |= self._stored(value, placement, node)
+        for value, placement in self._saves(node):
+            found |= self._stored(value, placement, node)
         return found
+
+    def _saves(self, node: fx.Node) -> Iterator[tuple[fx.Node, Placement]]:
+        """The operands and the result that an op keeps by its rule, as it reads and gives them."""
+        for position in rule_of(node).saves:
+            if position < 0:
+                yield node, self.of[node.name].output
+            elif needed(node, position):
+                yield self.reads(node)[position]
+
+    def keeps_storage(self, value: fx.Node) -> bool:
+        """Whether an op keeps a value where it lies, be it through a view."""
+        saved = (item for node in self.block.ops if info(node).requires_grad for item in self._saves(node))
+        return any(storage(v) is storage(value) and self._lies(v, placement) for v, placement in saved)
+
+    def _lies(self, value: fx.Node, placement: Placement) -> bool:
+        """Whether a value read in a placement is in its own storage, not converted to another."""
+        return _stored_as(placement) == _stored_as(self.of[value.name].output)
 
     def arguments(self, ops: Collection[fx.Node]) -> dict[Stored, sympy.Expr]:
         """What some ops read of others, as they read it: it is kept where they are recomputed."""
@@ -81,8 +97,9 @@ class Saved:
         return found
 
     def values(self, nodes: Iterable[fx.Node]) -> sympy.Expr:
-        """Bytes of some values as they are."""
-        return sympy.Add(*(local_bytes(info(n), self.of[n.name].output, self.tp) for n in nodes))
+        """Bytes of some values as they are, but of those apart."""
+        own = (n for n in nodes if n.name not in self.apart)
+        return sympy.Add(*(local_bytes(info(n), self.of[n.name].output, self.tp) for n in own))
 
     def keeps(self, node: fx.Node) -> bool:
         """Whether an op keeps anything, be it a weight or what another one keeps too."""
@@ -99,7 +116,7 @@ class Saved:
         is_there = info(root).role in (Role.PARAMETER, Role.BUFFER, Role.INPUT) or not (
             info(root).requires_grad or info(root).role is Role.OP
         )
-        if is_there and not converted:
+        if is_there and not converted or root.name in self.apart and self._lies(value, placement):
             return {}
         size = local_bytes(info(value), placement, self.tp)
         if is_raised_loss(reader) and info(value).dtype.is_floating_point:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from .dispatch import TorchDispatchMode
 from .trees import tree_leaves
 
 
-class LiveStorage(TorchDispatchMode):  # a documented mode, whose path has no public name
+class LiveStorage(TorchDispatchMode):
     """Counts the bytes of tensor storages that are alive: `peak` since the last `reset`, and `live()` now.
 
     A process's resident set will not do: glibc keeps what is freed and even inverts the order of ZeRO stages.

@@ -76,7 +76,7 @@ def _least_memory(
     shapes = [stage_shape(price, *of, request.pins.again or ()) for of in ranges]
     if not setting.in_halves:
         shapes = [replace(shape, recomputed=pinned_recompute(recompute, price, shape)) for shape in shapes]
-    ledgers = [rank_ledger(price, shapes[rank::pp], ranges[rank::pp], rank, setting) for rank in range(pp)]
+    ledgers = [rank_ledger(price, shapes[rank::pp], rank, setting) for rank in range(pp)]
     return max(((total_bytes(terms), rank, terms) for rank, terms in enumerate(ledgers)), key=lambda peak: peak[0])
 
 
@@ -89,10 +89,7 @@ def _host_text(case: Case, request: Request, hardware: Hardware) -> str:
     """The GPUs have room, and the host has not."""
     setting, pp, ranges = setting_for(case.choice, request, hardware), case.choice.mesh.pp, _even(case)
     shapes = [stage_shape(case.price, *of) for of in ranges]
-    need_bytes = max(
-        total_bytes(rank_host_ledger(case.price, shapes[rank::pp], ranges[rank::pp], rank, setting))
-        for rank in range(pp)
-    )
+    need_bytes = max(total_bytes(rank_host_ledger(case.price, shapes[rank::pp], rank, setting)) for rank in range(pp))
     return (
         f"no plan fits the memory of the hosts with {request.pins}: the nearest ({case.choice.mesh}, zero "
         f"{case.choice.sharding}) keeps {gib(need_bytes)} a GPU there, and a GPU's share of its node is "

@@ -49,9 +49,8 @@ class StageCosts:
         self.request = request
         self.limit_s = limit_s
         self.setting = setting_for(choice, request, hardware)
-        # Receive buffers are the one part of a stage that its neighbours decide.
-        self.grows = len({block.output_bytes for block in price.classes}) <= 1
-        self._prefix = price.counts_until
+        # What it receives is the one part of a stage that its neighbours decide.
+        self.grows = _grows(price)
         self.work_s = price.work_until_s
         self._costs: dict[tuple[int, Shapes], RankCost] = {}
         self._ranges: dict[tuple[int, Ranges], RankCost] = {}
@@ -97,25 +96,22 @@ class StageCosts:
             # Ranges of the same contents cost the same: classes are few, layers many.
             shapes = tuple(self._shape(*of_stage) for of_stage in ranges)
             if (rank, shapes) not in self._costs:
-                self._costs[rank, shapes] = self._solve(rank, shapes, ranges)
+                self._costs[rank, shapes] = self._solve(rank, shapes)
             self._ranges[rank, ranges] = self._costs[rank, shapes]
         return self._ranges[rank, ranges]
 
     def _shape(self, start: int, stop: int) -> StageShape:
-        counts = tuple(b - a for a, b in zip(self._prefix[start], self._prefix[stop], strict=True))
-        if (pinned := self.request.pins.again) is not None:
-            return stage_shape(self.price, start, stop, pinned)
-        return StageShape(counts, ((),) * len(counts), start == 0, stop == len(self.price.layers))
+        return stage_shape(self.price, start, stop, self.request.pins.again or ())
 
-    def _solve(self, rank: int, shapes: Shapes, ranges: Ranges) -> RankCost:
+    def _solve(self, rank: int, shapes: Shapes) -> RankCost:
         """With the first of the sets to recompute that fits."""
-        costs = (self._priced(rank, shapes, ranges, chosen) for chosen in self._choices(rank, shapes, ranges))
+        costs = (self._priced(rank, shapes, chosen) for chosen in self._choices(rank, shapes))
         return next((cost for cost in costs if cost.size_bytes < inf), _TOO_MUCH)
 
-    def _priced(self, rank: int, shapes: Shapes, ranges: Ranges, chosen: tuple[tuple[Chosen, ...], ...]) -> RankCost:
+    def _priced(self, rank: int, shapes: Shapes, chosen: tuple[tuple[Chosen, ...], ...]) -> RankCost:
         shapes = tuple(replace(shape, recomputed=of_stage) for shape, of_stage in zip(shapes, chosen, strict=True))
-        size_bytes = total_bytes(rank_ledger(self.price, shapes, ranges, rank, self.setting))
-        if size_bytes > self.request.budget_bytes * TIE or not self._host_holds(rank, shapes, ranges):
+        size_bytes = total_bytes(rank_ledger(self.price, shapes, rank, self.setting))
+        if size_bytes > self.request.budget_bytes * TIE or not self._host_holds(rank, shapes):
             return _TOO_MUCH
         time_s = 0.0
         for shape in shapes:
@@ -124,13 +120,13 @@ class StageCosts:
             time_s += stage_time(self.price, shape, self.setting.in_halves).total_s
         return RankCost(time_s if time_s <= self.limit_s else inf, size_bytes, chosen)
 
-    def _host_holds(self, rank: int, shapes: Shapes, ranges: Ranges) -> bool:
+    def _host_holds(self, rank: int, shapes: Shapes) -> bool:
         if not self.setting.offload:
             return True
-        kept = rank_host_ledger(self.price, shapes, ranges, rank, self.setting)
+        kept = rank_host_ledger(self.price, shapes, rank, self.setting)
         return total_bytes(kept) <= host_room_bytes(self.setting.hardware)
 
-    def _choices(self, rank: int, shapes: Shapes, ranges: Ranges) -> Iterator[tuple[tuple[Chosen, ...], ...]]:
+    def _choices(self, rank: int, shapes: Shapes) -> Iterator[tuple[tuple[Chosen, ...], ...]]:
         """What to recompute of each class on each stage: as pinned, or the cheapest set that fits.
 
         What fits at the fullest time may not fit when a rank holds more of another stage; what fits as if the most
@@ -141,10 +137,13 @@ class StageCosts:
             pin = "none" if setting.in_halves else pins.recompute or "none"
             yield tuple(pinned_recompute(pin, self.price, shape) for shape in shapes)
             return
-        memory = memory_of(self.price, shapes, ranges, rank, setting)
+        memory = memory_of(self.price, shapes, rank, setting)
         world_size, budget = setting.mesh.world_size, self.request.budget_bytes
         room = activation_room_bytes(memory, setting.states, setting.hardware, world_size, budget)
-        saved = [sum(n * block.saved_bytes for block, n, _ in stage_blocks(self.price, shape)) for shape in shapes]
+        saved = [
+            shape.held_bytes + sum(n * block.saved_bytes for block, n, _ in stage_blocks(self.price, shape))
+            for shape in shapes
+        ]
         times = [time.activations for time in setting.held(rank)]
         fullest = max(times, key=lambda held: sum(map(mul, held, saved)))
         most = tuple(map(max, *times)) if len(times) > 1 else fullest
@@ -179,6 +178,12 @@ class StageCosts:
             workspace = again_bytes(block, [again]) - after_bytes
             options.append(Option(what, again.time.total_s, freed, workspace, again.group))
         return tuple(options)
+
+
+def _grows(price: ModelPrice) -> bool:
+    """Whether more layers before those of a stage never make it need less: where all boundaries receive the same."""
+    inner = slice(1, len(price.layers))
+    return all(len(set(line[inner])) <= 1 for line in (price.boundaries.values_bytes, price.boundaries.received_bytes))
 
 
 def setting_for(choice: Choice, request: Request, hardware: Hardware) -> Setting:

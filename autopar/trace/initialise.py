@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode  # private path of a documented mode; public has none
 
 from ..errors import TraceError
+from ..runtime.dispatch import TorchDispatchMode
 from .huggingface import is_huggingface
 
 Recipe = list[list[Any]]

@@ -14,8 +14,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from autopar.runtime.dispatch import TorchDispatchMode
+from autopar.runtime.trees import tree_leaves
 
 COLLECTIVES = {
     "allgather": "gather",
@@ -28,13 +29,13 @@ COLLECTIVES = {
 
 
 class DataCollectives(TorchDispatchMode):
-    """Counts the collectives on one process group, and the bytes that this rank sends to one other."""
+    """Counts the collectives on one process group, and the bytes that this rank sends to each other."""
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._name = group.group_name
         self.counts: Counter[str] = Counter()
-        self.sent_bytes = 0
+        self.sent_to: Counter[int] = Counter()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -42,8 +43,13 @@ class DataCollectives(TorchDispatchMode):
         namespace, _, op = func._schema.name.partition("::")
         if namespace in ("c10d", "_c10d_functional") and self._on_group(args):
             self.counts[COLLECTIVES.get(op, op)] += 1
-            self.sent_bytes += sum(x.nbytes for x in args[0]) if op == "send" else 0
+            if op == "send":
+                self.sent_to[args[2]] += sum(x.nbytes for x in args[0])
         return func(*args, **(kwargs or {}))
+
+    @property
+    def sent_bytes(self) -> int:
+        return self.sent_to.total()
 
     def _on_group(self, args: tuple[Any, ...]) -> bool:
         scripted = (a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()))

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from autopar.emit.load import load_source
 from autopar.emit.project import save_tensors
@@ -137,6 +139,34 @@ def test_the_optimizer_is_one_kernel_on_the_host_where_torch_has_one(
     parameters = {"w": nn.Parameter(torch.ones(4))}
     optimizers = [Optimizer(parameters, name, options, on_host=on_host) for on_host in (True, False)]
     assert [bool(o._optimizer.defaults.get("fused")) for o in optimizers] == [fused, False]
+
+
+def test_states_of_offloaded_parts_are_laid_out_as_their_parameters_and_stay_where_they_are() -> None:
+    """For checkpoints: states on another device than the mesh's (meta, as the host beside a mesh of GPUs)."""
+
+    def on_rank(rank: int) -> tuple[list[str], list[list[int]], list[str], bool]:
+        mesh = init_device_mesh("cpu", (2,))
+        p = nn.Parameter(distribute_tensor(torch.ones(5, 3), mesh, [Shard(0)]))  # parts of 3 and 2 rows
+        optimizer = Optimizer({"w": p}, "SGD", {"momentum": 0.9})
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        (own,) = optimizer._optimizer.state.values()
+        here = optimizer.states("w")["momentum_buffer"]
+        away = own["momentum_buffer"] = own["momentum_buffer"].to("meta")
+        there = optimizer.states("w")["momentum_buffer"]
+        assert isinstance(here, DTensor) and isinstance(there, DTensor)
+        both = (here, there)
+        return (
+            [x.to_local().device.type for x in both],
+            [[*x.shape, *x.to_local().shape] for x in both],
+            [str(x.placements) for x in both],
+            there.to_local() is away or there._local_tensor is away,
+        )
+
+    for rank, (devices, shapes, placements, shared) in enumerate(run_ranks(2, on_rank)):
+        assert devices == ["cpu", "meta"] and shared
+        assert shapes == [[5, 3, 3 - rank, 3]] * 2
+        assert placements == [str((Shard(0),))] * 2
 
 
 def test_a_checkpoint_resumes_with_and_without_offload(tmp_path: Path) -> None:

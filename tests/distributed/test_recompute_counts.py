@@ -104,7 +104,7 @@ def test_each_choice_keeps_what_the_ledger_says(make: Any) -> None:
     for choice, plan in plans.items():
         price = price_of(model, plan)
         shape = stage_shape(price, 0, len(price.layers), plan.recompute)
-        assert kept[choice] == pytest.approx(stage_memory(price, shape, 1, 0.0).saved_bytes, rel=0.1), choice
+        assert kept[choice] == pytest.approx(stage_memory(price, shape, 1).saved_bytes, rel=0.1), choice
 
 
 def test_recomputing_attention_frees_what_its_kernel_keeps() -> None:

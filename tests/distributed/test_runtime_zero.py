@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
-from autopar.cost_models.memory import States, collective_counts, resident_bytes
+from autopar.cost_models.hardware import gpu
+from autopar.cost_models.memory import StageMemory, States, collective_counts, ledger, resident_bytes
 from autopar.runtime.data_parallel import local_part
 from autopar.runtime.settings import Settings
 from autopar.runtime.trainer import Trainer
@@ -157,3 +158,26 @@ def test_every_zero_stage_equals_one_process(pp: int, tp: int, cases: tuple[tupl
                 raise AssertionError(f"zero={zero} micro_batches={m} {kind}") from error
 
     run_ranks(pp * 2 * tp, rank_main, timeout=150)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_one_data_rank_in_whole_precision_holds_one_copy(zero: int) -> None:
+    """Masters, states and gradients, and no more: as the ledger has it."""
+    settings = make_settings(pp=1, dp=1, tp=1, zero=zero, micro_batches=2)
+    weights, batch = weights_of(original(False, False)), make_batches(1)[0]
+
+    def rank_main(rank: int) -> tuple[int, int]:
+        trainer = Trainer(program(settings, False, False), weights, device="cpu")
+        trainer.step(batch)
+        assert not any(isinstance(module, FSDPModule) for module in trainer.model.modules())
+        held = [t for p in trainer.parameters.values() for t in (p, p.grad)]
+        held += [state for name in trainer.parameters for state in trainer.optimizer.states(name).values()]
+        large = [t for t in held if t is not None and t.dim()]
+        return sum(t.numel() * t.element_size() for t in large), sum(p.numel() for p in trainer.parameters.values())
+
+    ((held_bytes, elements),) = run_ranks(1, rank_main)
+    states = States(zero, 2, 1, settings.precision)
+    stage = StageMemory(elements, elements, (elements,), 0.0, 0.0, 1)
+    priced = {term.name: term.size_bytes for term in ledger(stage, states, gpu("h100-sxm-80gb"), 1)}
+    assert held_bytes == sum(list(priced.values())[:4])
+    assert priced["gathered units"] == priced["reduction buffers"] == 0

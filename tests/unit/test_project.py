@@ -54,6 +54,19 @@ def test_the_runtime_stays_small() -> None:
     assert total < 3200, f"autopar/runtime has {total} lines"
 
 
+def test_each_private_module_of_torch_is_imported_in_one_place() -> None:
+    """There the reason stands, and there it changes with torch; a test of its own says what it must do."""
+    places: dict[str, set[str]] = {}
+    for path in _sources("autopar", "passes", "cost_models"):
+        for _, module in _imports(path):
+            parts = module.split(".")
+            private = next((n for n, part in enumerate(parts) if part.startswith("_")), 0)
+            if parts[0] == "torch" and private:
+                places.setdefault(".".join(parts[: private + 1]), set()).add(_name(path))
+    assert {"torch.utils._pytree", "torch.utils._python_dispatch"} <= places.keys()
+    assert not {module: files for module, files in places.items() if len(files) > 1}
+
+
 @pytest.mark.parametrize("path", _sources("autopar/runtime"), ids=_name)
 def test_the_runtime_needs_only_torch(path: Path) -> None:
     """It is copied into saved programs: only torch (without fx), the standard library, and itself by `.`."""

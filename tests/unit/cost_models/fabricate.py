@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sympy
 
-from autopar.cost_models.layer_costs import AgainCosts, B, LayerCosts, ModelCosts, OpCost, S, Transfer
+from autopar.cost_models.layer_costs import AgainCosts, B, LayerCosts, ModelCosts, OpCost, Passed, S, Transfer
 
 BYTES = 2  # a bf16 element
 
@@ -67,7 +67,6 @@ def layer(name: str, hidden: int, ffn: int, kv_share: float, tp: int) -> LayerCo
         tied_parameters=0,
         saved_bytes=saved,
         working_bytes=2 * BYTES * B * S * max(hidden, ffn // tp),
-        output_bytes=BYTES * B * S * hidden,
         again=again(saved, len(ops), hidden, ffn // tp, tp),
     )
 
@@ -87,13 +86,13 @@ def ends(hidden: int, vocabulary: int, tp: int, tied: bool) -> tuple[LayerCosts,
     logits = 10 * B * S * vocabulary // tp
     prologue = LayerCosts(
         "prologue", (elementwise("embedding", hidden, 2),), tp_transfers(hidden, tp, 1), table, 0,
-        8 * B * S, output, output,
+        8 * B * S, output,
     )  # fmt: skip
     head = matmul("head", hidden, vocabulary // tp)
     ops = (elementwise("norm", hidden), head, elementwise("loss", vocabulary // tp, 10))
     epilogue = LayerCosts(
         "epilogue", ops, tp_transfers(hidden, tp, 1), hidden + (0 if tied else table), table if tied else 0,
-        logits + output, logits / 2, sympy.Integer(8),
+        logits + output, logits / 2,
     )  # fmt: skip
     return prologue, epilogue
 
@@ -120,4 +119,13 @@ def model(
     names = tuple(f"layer{index % classes}" for index in range(layers))
     prologue, epilogue = ends(hidden, vocabulary, tp, tied)
     flops = sympy.Add(*(whole[name].model_flops for name in names), ends(hidden, vocabulary, 1, tied)[1].model_flops)
-    return ModelCosts(tp, "megatron" if tp > 1 else "", prologue, table, names, epilogue, flops, 1.0)
+    return ModelCosts(
+        tp, "megatron" if tp > 1 else "", prologue, table, names, epilogue, flops, 1.0,
+        passed=hidden_states(layers, hidden),
+    )  # fmt: skip
+
+
+def hidden_states(layers: int, hidden: int) -> tuple[Passed, ...]:
+    """From each layer to the next, which keeps it as the input of its norm."""
+    size = BYTES * B * S * hidden
+    return tuple(Passed(n, n + 1, size, size, apart=False, kept=True) for n in range(layers - 1))

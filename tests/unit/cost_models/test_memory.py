@@ -53,6 +53,21 @@ def test_states(zero: int, m: int, precision: str, expected: float) -> None:
     assert bytes_a_parameter(zero, m, precision) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("m", [1, 4])
+def test_one_data_rank_in_whole_precision_has_plain_parameters(zero: int, m: int) -> None:
+    """They are the masters: no copy, nothing gathered, no buffer. In half precision they are shards of one."""
+    stage = StageMemory(P, P, (P,), 0.0, 0.0, 1)
+    plain, half = (
+        {t.name: t.size_bytes for t in ledger(stage, States(zero, m, 1, precision), H100, 1)}
+        for precision in ("fp32", "bf16")
+    )
+    assert sum(plain.values()) - plain["context, communicators"] == P * (4 + 8 + 4) * (1 + H100.allocator_slack)
+    assert resident_bytes(States(zero, m, 1, "fp32"), P).parameter_bytes == 4 * P
+    assert half["parameters (bf16 copy)"] + half["gathered units"] >= 2 * P
+    assert half["reduction buffers"] == P * (2 + 4)
+
+
 @pytest.mark.parametrize(
     ("zero", "m", "expected"),
     [

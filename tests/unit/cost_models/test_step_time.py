@@ -121,6 +121,11 @@ def test_tied_embeddings_on_two_stages_cost_a_copy() -> None:
     tied, untied = (estimate(model(layers=8, tied=flag), plan, Cluster(2)) for flag in (True, False))
     assert tied.stages[1].memory[0] == untied.stages[1].memory[0]
     assert "tied gradients" in {term.name for term in tied.step} - {term.name for term in untied.step}
+    # The copy is stepped where it lies: the last stage updates as much as if the head were its own.
+    updates = [{term.name: term.time_s for term in e.step}["optimizer, gradient norm"] for e in (tied, untied)]
+    assert updates[0] == updates[1]
+    whole = estimate(model(layers=8, tied=True), Plan(Mesh(dp=2), 64, 1, 4096, ((0, 8),)), Cluster(2))
+    assert updates[0] > {term.name: term.time_s for term in whole.step}["optimizer, gradient norm"] / 2
 
 
 # --------------------------------------------------------------------------------

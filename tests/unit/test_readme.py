@@ -1,0 +1,43 @@
+"""README's table of techniques: what it names is there."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import autopar
+from autopar.search.space import Pins
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def rows() -> list[list[str]]:
+    """technique, pin, generated code, price."""
+    text = (ROOT / "README.md").read_text()
+    _, _, table = text.partition("| technique | pin or option | generated code | price |\n|---|---|---|---|\n")
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.partition("\n\n")[0].splitlines()]
+
+
+@cache
+def written() -> str:
+    """What may stand in a generated program: the goldens, what writes it, and its runtime."""
+    folders = ("tests/golden/emit", "autopar/emit", "autopar/runtime")
+    return "\n".join(path.read_text() for folder in folders for path in sorted((ROOT / folder).rglob("*.py")))
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row[0])
+def test_pins_options_and_generated_names_exist(row: list[str]) -> None:
+    technique, pin, code, price = row
+    assert technique and pin and code and price
+    options = {*inspect.signature(autopar.parallelize).parameters, *(f.name for f in fields(Pins))}
+    assert set(re.findall(r"(\w+)=", pin)) <= options
+    flags = " ".join((ROOT / "autopar" / path).read_text() for path in ("cli.py", "emit/templates/train.py"))
+    named = re.findall(r"--([\w-]+)", pin + code)
+    assert all(f"--{name}" in flags or name.replace("-", "_") in flags for name in named)
+    called = {name for text in re.findall(r"`([^`]+)`", code) for name in re.findall(r"(\w+)\(", text)}
+    assert not {name for name in called if name not in written()}
