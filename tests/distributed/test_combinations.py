@@ -1,6 +1,6 @@
 """Every choice with every other: each combination trains as one process does, or is refused with a reason.
 
-Drawn from the product by a fixed seed: 30 in `make test`, 170 more in `make test-all`.
+Drawn from the product by a fixed seed: 30 in `make test`, 160 more in `make test-all`.
 """
 
 from __future__ import annotations
@@ -15,37 +15,58 @@ import pytest
 import torch
 
 from autopar.errors import PlanError
-from autopar.plan import Plan
+from autopar.mesh import Mesh
+from autopar.plan import Plan, Solution
+from autopar.runtime import compiled
 from autopar.search.layouts import ALL_GATHER, MEGATRON, MEGATRON_SP, RING, ULYSSES
 from tests import models
 from tests.distributed.half import assert_half
-from tests.distributed.programs import TOLERANCE, Subject, batches, parity, subject
+from tests.distributed.programs import (
+    OPTIMIZERS,
+    SEQUENCE,
+    TOLERANCE,
+    Subject,
+    batches,
+    parity,
+    recomputed,
+    stages,
+    subject,
+)
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CONTEXTS = {"ring": RING, "ulysses": ULYSSES, "all_gather": ALL_GATHER}
 LAYOUTS = {"megatron": MEGATRON, "megatron-sp": MEGATRON_SP}
 GROUP = 10  # combinations of one test
-LARGEST, STEPS, SAMPLES = 8, 2, 4
+REFUSED = 5  # one in so many may be one that no plan can be
+LARGEST, STEPS, SAMPLES, LAYERS = 8, 2, 4, 4
 
 # What may be chosen together; the precisions that show a fault best come most often.
 CHOICES: dict[str, tuple[Any, ...]] = {
-    "schedule": (("none", 1), ("none", 1), ("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1)),
+    "schedule": (
+        *(("none", 1), ("none", 1), ("none", 1), ("gpipe", 1), ("1f1b", 1)),
+        *(("interleaved", 2), ("zero-bubble", 1), ("zero-bubble", 2)),
+    ),
     "zero": (0, 1, 2, 3),
     "recompute": ("none", "all", "attention core, mlp", "groups of 2", "attention"),
     "context": ("", "", "ring", "ulysses", "all_gather"),
     "layout": ("", "megatron", "megatron-sp"),
     "precision": ("fp64", "fp64", "fp64", "fp32", "bf16", "fp16"),
-    "dp": (1, 2, 2),
+    "dp": (1, 1, 2, 2, 2, 4),
+    "hsdp": (None, None, None, 2),
+    "compile": (*[False] * 14, True),
+    "reduce_dtype": (None, None, "half"),  # where there is one; else that of the masters, which is the same
     "loss_chunks": (1, 1, 3),
     "offload": (False, False, False, True),
     "micro_batch": (1, 2),
 }
 # Why a combination may be refused: the rules of legality, by a word of their reasons.
 REFUSALS = {
-    "zero-bubble": "zero-bubble with ZeRO 2 and 3, or with recompute",
+    "zero-bubble": "zero-bubble with ZeRO 2 and 3, with recompute, or compiled",
     "interleaved": "micro-batches that pp does not divide",
     "1f1b needs": "fewer micro-batches than stages",
+    "hsdp": "groups of what is not sharded, or of too few ranks",
     "offload": "offload without sharded parameters",
+    "global_batch": "more samples at once than there are",
     "zero=": "nothing to shard",
     "groups": "groups over the stages' bounds",
     "twice": "recompute that the schedule would run twice",
@@ -65,43 +86,66 @@ class Case:
 
 
 def cases(count: int, seed: int) -> list[Case]:
-    """Different combinations on at most 8 processes."""
-    drawn, found = random.Random(seed), list[Case]()
+    """Different combinations on at most 8 processes, the schedules in turn, few of choices that exclude each other."""
+    drawn, found, refused = random.Random(seed), list[Case](), 0
+    schedules = CHOICES["schedule"]
     while len(found) < count:
         chosen = {name: drawn.choice(values) for name, values in CHOICES.items()}
-        doubled = (chosen["schedule"][0] != "none", chosen["context"] != "", chosen["layout"] != "", chosen["dp"] > 1)
-        if 1 < 2 ** sum(doubled) <= LARGEST and all(chosen != case.chosen for case in found):
+        chosen["schedule"] = schedules[len(found) % len(schedules)]
+        doubled = (chosen["schedule"][0] != "none", chosen["context"] != "", chosen["layout"] != "")
+        if not 1 < chosen["dp"] * 2 ** sum(doubled) <= LARGEST or any(chosen == case.chosen for case in found):
+            continue
+        excluded = not _is_plan(chosen)
+        if not excluded or refused * REFUSED < len(found):
             found.append(Case(len(found), chosen))
+            refused += excluded
     return found
 
 
 @cache
 def small(precision: str) -> Subject:
     """examples/gpt.py with four layers, tied embeddings, and heads for tp and cp at once."""
-    model, program = models.gpt(DTYPES[precision], n_layer=4, d_model=32, n_head=4)
+    model, program = models.gpt(DTYPES[precision], n_layer=LAYERS, d_model=32, n_head=4)
     made = subject(model, DTYPES[precision], program)
     return replace(made, data=tuple(batches(STEPS, samples=SAMPLES)))
 
 
-def planned(case: Case) -> Plan:
-    chosen = case.chosen
+def _is_plan(chosen: dict[str, Any]) -> bool:
+    try:
+        return bool(unsolved(chosen))
+    except PlanError:
+        return False
+
+
+def unsolved(chosen: dict[str, Any]) -> Plan:
+    """The plan without placements. PlanError where it is none."""
     schedule, virtual_stages = chosen["schedule"]
-    plan = small(chosen["precision"]).plan(
-        pp=1 if schedule == "none" else 2,
-        dp=chosen["dp"],
-        cp=2 if chosen["context"] else 1,
-        tp=2 if chosen["layout"] else 1,
-        context=CONTEXTS.get(chosen["context"], RING),
-        layout=LAYOUTS.get(chosen["layout"], MEGATRON),
-        schedule=schedule,
-        virtual_stages=virtual_stages,
-        zero=chosen["zero"],
-        recompute=() if chosen["recompute"] == "none" else chosen["recompute"],
-        micro_batch=chosen["micro_batch"],
+    precision, pp = chosen["precision"], 1 if schedule == "none" else 2
+    return Plan(
+        mesh=Mesh(pp=pp, dp=chosen["dp"], cp=2 if chosen["context"] else 1, tp=2 if chosen["layout"] else 1),
         global_batch=SAMPLES,
+        micro_batch=chosen["micro_batch"],
+        sequence=SEQUENCE,
+        stages=stages(LAYERS, pp * virtual_stages),
+        schedule=schedule,
+        zero=chosen["zero"],
+        hsdp=chosen["hsdp"],
         offload=chosen["offload"],
+        recompute=recomputed(() if chosen["recompute"] == "none" else chosen["recompute"], LAYERS),
+        precision=precision,
+        optimizer=OPTIMIZERS[precision],
+        loss_chunks=chosen["loss_chunks"],
+        compile=chosen["compile"],
+        reduce_dtype=precision if chosen["reduce_dtype"] else None,
+        context=Solution(2 if chosen["context"] else 1, {}, chosen["context"]),
     )
-    return replace(plan, loss_chunks=chosen["loss_chunks"])
+
+
+def planned(case: Case) -> Plan:
+    chosen, made = case.chosen, small(case.chosen["precision"])
+    plan = unsolved(chosen)
+    plan = replace(plan, context=made.context(plan, CONTEXTS.get(chosen["context"], RING)))
+    return replace(plan, solution=made.solution(plan, LAYOUTS.get(chosen["layout"], MEGATRON)))
 
 
 def outcome(case: Case) -> str:
@@ -134,12 +178,18 @@ def run(chosen: list[Case]) -> Counter[str]:
     return found
 
 
+@pytest.fixture(autouse=True)
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled layers are graphs run by torch's own kernels: C++ takes half a minute to compile (test_compile.py)."""
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+
+
 @pytest.mark.parametrize("group", range(3))
 def test_some_combinations(group: int) -> None:
     assert run(cases(30, seed=0)[group * GROUP :][:GROUP])["ok"] >= GROUP // 2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("group", range(17))
+@pytest.mark.parametrize("group", range(16))
 def test_many_combinations(group: int) -> None:
-    assert run(cases(170, seed=1)[group * GROUP :][:GROUP])["ok"] >= GROUP // 2
+    assert run(cases(160, seed=1)[group * GROUP :][:GROUP])["ok"] >= GROUP // 2
