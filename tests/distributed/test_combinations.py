@@ -68,7 +68,7 @@ REFUSALS = {
     "offload": "offload without sharded parameters",
     "global_batch": "more samples at once than there are",
     "zero=": "nothing to shard",
-    "groups": "groups over the stages' bounds",
+    "a group, but on two stages": "groups over the stages' bounds",
     "twice": "recompute that the schedule would run twice",
     "loss_chunks": "a head whose vocabulary cannot be cut",
 }

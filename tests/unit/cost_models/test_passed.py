@@ -26,8 +26,9 @@ PLANS = {
     "tp2": {"tp": 2, "layout": MEGATRON},
     "tp2-sp": {"tp": 2, "layout": MEGATRON_SP},
 }
-CASES = [(name, "alone") for name in ("gpt2", "bert", "t5", "whisper", "unet", "resnet", "mixtral")]
-CASES += [("t5", "tp2"), ("t5", "tp2-sp"), ("whisper", "tp2-sp"), ("qwen3", "tp2-sp")]
+QUICK = [("gpt2", "alone"), ("t5", "alone"), ("unet", "alone"), ("t5", "tp2-sp")]
+SLOW = [(name, "alone") for name in ("bert", "whisper", "convnext", "mixtral")]
+SLOW += [("t5", "tp2"), ("whisper", "tp2-sp"), ("qwen3", "tp2-sp")]
 
 
 def costs_of(program: Program, plan: Plan) -> ModelCosts:
@@ -59,7 +60,7 @@ def crossing(made: Subject, plan: Plan) -> list[tuple[float, float]]:
     return [(boundaries.values_bytes[stop], boundaries.gradients_bytes[stop]) for stop in stops]
 
 
-@pytest.mark.parametrize(("name", "how"), CASES)
+@pytest.mark.parametrize(("name", "how"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])
 def test_the_price_of_each_boundary_is_what_the_program_sends(name: str, how: str) -> None:
     """A stage a layer, so that there is every boundary; encoder outputs, skips and masks are carried over several."""
     made = family(name, torch.bfloat16)
