@@ -36,8 +36,8 @@ from .search.explain import explain, plan_table
 from .search.explain import why_not as why_slower
 from .search.job import cp_sizes, illegal_sizes, search_job, tp_sizes
 from .search.layouts import LAYOUTS
+from .search.pins import Pins
 from .search.search import SearchResult
-from .search.space import Pins
 from .search.unknown_ops import warn_unknown
 from .solutions import Solutions, models_of, solve_layouts, with_placements
 from .trace.initialise import Weights, weights_of

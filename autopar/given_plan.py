@@ -8,7 +8,8 @@ from dataclasses import replace
 from .api import Parallelized
 from .compiler import compile_program, cut_sequence
 from .cost_models.compute import price_model
-from .cost_models.step_time import estimate_price, host_room_bytes
+from .cost_models.memory import host_room_bytes
+from .cost_models.step_time import estimate_price
 from .errors import InfeasibleError, PlanError
 from .ir.graph import Program
 from .plan import CONTEXT_LAYOUTS, Plan

@@ -22,7 +22,7 @@ from .rules.arguments import option
 from .search.intra_op import solve
 from .search.layouts import CONTEXT_LAYOUTS, FREE, ULYSSES, Layout, context_axis, replicated
 from .search.op_costs import TimeCosts
-from .search.space import Pins
+from .search.pins import Pins
 
 _LEAST_SHARDED = 0.5
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from autopar.cost_models.block import BlockPrice
 from autopar.cost_models.collectives import axis_group, collective_time_s
 from autopar.cost_models.compute import ModelPrice, StageShape, stage_blocks
-from autopar.cost_models.memory import end_parameters
 from autopar.cost_models.overlap import Overlap, gathers, reductions
 from autopar.cost_models.setting import Setting
+from autopar.cost_models.stage_memory import end_parameters
 
 
 @dataclass(frozen=True)

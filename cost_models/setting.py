@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from autopar.cost_models.collectives import Group, axis_group, sharding_groups
 from autopar.cost_models.hardware import Hardware
-from autopar.cost_models.memory import States
+from autopar.cost_models.states import States
 from autopar.mesh import Mesh
 from autopar.plan import Optimizer, Plan
 from autopar.schedules import Held, held

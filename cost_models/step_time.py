@@ -7,79 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
 
-from autopar.cost_models.block import PhaseTime
 from autopar.cost_models.collectives import Group, collective_time_s
-from autopar.cost_models.compute import (
-    ModelPrice,
-    StageShape,
-    StageTime,
-    price_model,
-    stage_blocks,
-    stage_shape,
-    stage_time,
-)
+from autopar.cost_models.compute import ModelPrice, StageTime, price_model, stage_shape, stage_time
 from autopar.cost_models.data_parallel import DataTime, data_time
 from autopar.cost_models.hardware import Cluster, Hardware
 from autopar.cost_models.layer_costs import ModelCosts
-from autopar.cost_models.memory import (
-    MemoryTerm,
-    StageMemory,
-    host_ledger,
-    ledger,
-    optimizer_state_bytes,
-    rank_memory,
-    stage_memory,
-    stage_parameters,
-    total_bytes,
-)
-from autopar.cost_models.overlap import Overlap
+from autopar.cost_models.memory import rank_host_ledger, rank_ledger
 from autopar.cost_models.pipeline import simulate_one
 from autopar.cost_models.setting import Setting, setting_of
+from autopar.cost_models.stage_ledger import StageLedger, TimeTerm, limited_by, recomputed, time_terms
+from autopar.cost_models.update import after_pipeline
 from autopar.plan import Plan
-
-# Reads and writes of foreach (unfused) optimizers over those of a fused one (COST_MODEL 2.1: 1.3-2).
-_FOREACH_TRAFFIC = 1.5
-# On the host these are fused; the others run op by op, each of which reads and writes what it needs (assumed).
-_FUSED_ON_CPU = ("Adam", "AdamW", "SGD", "Adagrad")
-_OP_BY_OP_TRAFFIC = 3.0
-_RECOMPUTE = "recompute: "  # what begins the name of a term
-# A loss is named in "limited by" from this share of the step on.
-_WORTH_NAMING = 0.05
-
-
-@dataclass(frozen=True)
-class TimeTerm:
-    """One line of a time ledger: seconds that delay the step, and seconds hidden behind others."""
-
-    name: str
-    time_s: float
-    hidden_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class StageLedger:
-    """A rank's stage, or its virtual stages together: time of one micro-batch (terms add up to `micro_batch_s`),
-    memory at the peak. `ranges`: the layers [start, stop) of each."""
-
-    ranges: tuple[tuple[int, int], ...]
-    recomputed: tuple[tuple[str, int], ...]  # (choice, layers)
-    time: tuple[TimeTerm, ...]
-    memory: tuple[MemoryTerm, ...]
-    host: tuple[MemoryTerm, ...] = ()  # of offload: what a rank keeps in the host's memory
-
-    @property
-    def micro_batch_s(self) -> float:
-        return sum(term.time_s for term in self.time)
-
-    @property
-    def peak_bytes(self) -> float:
-        return total_bytes(self.memory)
-
-    @property
-    def host_bytes(self) -> float:
-        return total_bytes(self.host)
 
 
 @dataclass(frozen=True)
@@ -113,13 +52,13 @@ def estimate_price(price: ModelPrice, plan: Plan, hardware: Hardware) -> Estimat
     data = [data_time(price, shape, setting) for shape in shapes]
     pipeline_s, bubble = pipeline_time(times, data, send_times(price, plan.stages, setting), setting)
     pp = plan.mesh.pp
-    after = _after_pipeline(price, [shapes[rank::pp] for rank in range(pp)], setting)
+    after = after_pipeline(price, [shapes[rank::pp] for rank in range(pp)], setting)
     step_s = pipeline_s + sum(term.time_s for term in after)
     stages = tuple(
         StageLedger(
             plan.stages[rank::pp],
-            _recomputed(shapes[rank::pp]),
-            _time_terms(times[rank::pp], data[rank::pp], setting.micro_batches),
+            recomputed(shapes[rank::pp]),
+            time_terms(times[rank::pp], data[rank::pp], setting.micro_batches),
             rank_ledger(price, shapes[rank::pp], rank, setting),
             rank_host_ledger(price, shapes[rank::pp], rank, setting),
         )
@@ -134,39 +73,10 @@ def estimate_price(price: ModelPrice, plan: Plan, hardware: Hardware) -> Estimat
         mfu=flops / (step_s * world * hardware.peak(plan.precision)),
         peak_bytes=max(stage.peak_bytes for stage in stages),
         bubble=bubble,
-        limited_by=_limited_by(stages, setting.micro_batches, bubble * pipeline_s, after, step_s),
+        limited_by=limited_by(stages, setting.micro_batches, bubble * pipeline_s, after, step_s),
         stages=stages,
         step=(TimeTerm("pipeline", pipeline_s), *after),
     )
-
-
-def rank_ledger(price: ModelPrice, shapes: Sequence[StageShape], rank: int, setting: Setting) -> tuple[MemoryTerm, ...]:
-    """The memory terms of a rank with the stages of these shapes."""
-    memory = memory_of(price, shapes, rank, setting)
-    return ledger(memory, setting.states, setting.hardware, setting.mesh.world_size)
-
-
-def rank_host_ledger(
-    price: ModelPrice, shapes: Sequence[StageShape], rank: int, setting: Setting
-) -> tuple[MemoryTerm, ...]:
-    """What a rank keeps on the host."""
-    return host_ledger(memory_of(price, shapes, rank, setting), setting.states, setting.hardware)
-
-
-def host_room_bytes(hardware: Hardware) -> float:
-    """A rank's share of the host's memory; without end where the device is the host, whose memory is counted once."""
-    return hardware.host.memory_bytes if hardware.host else inf
-
-
-def memory_of(price: ModelPrice, shapes: Sequence[StageShape], rank: int, setting: Setting) -> StageMemory:
-    """What the ledger needs of a rank, with the micro-batches that its schedule keeps in flight."""
-    stages, waiting = [], []
-    for shape in shapes:
-        stages.append(stage_memory(price, shape, 1))
-        # The first stage's whole backward comes later: nothing of it waits but what it has received.
-        blocks = [] if shape.first else stage_blocks(price, shape)
-        waiting.append(sum(count * block.waiting_bytes for block, count, _ in blocks))
-    return rank_memory(stages, waiting, setting.held(rank))
 
 
 @dataclass(frozen=True)
@@ -220,98 +130,3 @@ def pipeline_time(
     busy = m * (sum(forward) + sum(backward) + sum(later)) + sum(first) + sum(last)
     idle = 1 - busy / (pp * max(ends))
     return max(ends), idle if len(ends) > 1 else 0.0
-
-
-def _recomputed(shapes: Sequence[StageShape]) -> tuple[tuple[str, int], ...]:
-    """Layers of the stages with each choice of recompute."""
-    found: dict[str, int] = {}
-    for what, n in (item for shape in shapes for chosen in shape.recomputed for item in chosen):
-        found[what] = found.get(what, 0) + n
-    return tuple(found.items())
-
-
-def _after_pipeline(price: ModelPrice, ranks: list[list[StageShape]], setting: Setting) -> tuple[TimeTerm, ...]:
-    """What every rank does once all stages have ended."""
-    hardware, states, mesh = setting.hardware, setting.states, setting.mesh
-    shards = states.shards if setting.zero >= 1 else 1
-    parameters = max(sum(stage_parameters(price, shape) for shape in shapes) for shapes in ranks)
-    update_s = update_time_s(parameters, setting)
-    world = Group(mesh.world_size, min(mesh.world_size, hardware.gpus_per_node))
-    norm_s = collective_time_s("all_reduce", 8, world, hardware)
-    terms = [TimeTerm("optimizer, gradient norm", update_s + norm_s)]
-    if setting.precision == "fp16":
-        # Read and written once more. That a step overflows is seen by the norm: no all-reduce, no wait of its own.
-        terms.append(
-            TimeTerm("unscaling of gradients", parameters / shards * 2 * states.master_bytes / _states_rate(setting))
-        )
-    if mesh.pp > 1 and price.epilogue.tied_parameters:
-        tied_bytes = price.epilogue.tied_parameters * states.master_bytes / shards
-        far = Group(2, 2 if mesh.world_size <= hardware.gpus_per_node else 1)
-        terms.append(TimeTerm("tied gradients", collective_time_s("all_reduce", tied_bytes, far, hardware)))
-    return tuple(terms)
-
-
-def update_time_s(parameters: float, setting: Setting) -> float:
-    """Seconds in which a rank updates its part of `parameters` elements: of memory traffic, the host's with offload."""
-    states = setting.states
-    # Read the gradient twice (norm, update); read and write the weight and each state.
-    touched = 4 * states.master_bytes + 2 * optimizer_state_bytes(setting.optimizer, setting.precision)
-    traffic = _FOREACH_TRAFFIC
-    if setting.offload and setting.hardware.host:
-        traffic = 1.0 if setting.optimizer.name in _FUSED_ON_CPU else _OP_BY_OP_TRAFFIC
-    return parameters / (states.shards if setting.zero >= 1 else 1) * touched * traffic / _states_rate(setting)
-
-
-def _states_rate(setting: Setting) -> float:
-    """Bytes/s of the memory where masters and states lie."""
-    hardware = setting.hardware
-    if setting.offload and hardware.host:
-        return hardware.host.memory_bytes_per_s
-    return hardware.memory_bytes_per_s * hardware.memory_efficiency
-
-
-def _time_terms(times: Sequence[StageTime], data: Sequence[DataTime], micro_batches: int) -> tuple[TimeTerm, ...]:
-    """One micro-batch, with the once-a-step communication spread over the micro-batches."""
-    both = sum((time.forward + time.backward for time in times), PhaseTime())
-    again: dict[str, PhaseTime] = {}
-    for what, phase in (item for time in times for item in time.again.items()):
-        again[what] = again.get(what, PhaseTime()) + phase
-    once = sum((comm.first_forward + comm.last_backward for comm in data), Overlap())
-    each = sum((comm.each_forward + comm.each_backward for comm in data), Overlap())
-    exposed_s = each.exposed_s + once.exposed_s / micro_batches
-    return (
-        TimeTerm("matmul", both.matmul_s),
-        TimeTerm("attention", both.attention_s),
-        TimeTerm("memory-bound ops", both.memory_s),
-        TimeTerm("tp communication", both.tp_s),
-        TimeTerm("cp communication", both.cp_s),
-        TimeTerm("launch floor", both.launch_s),
-        *(term for what, phase in again.items() for term in _again_terms(what, phase)),
-        TimeTerm("dp communication", exposed_s, each.hidden_s + once.hidden_s / micro_batches),
-    )
-
-
-def _again_terms(what: str, phase: PhaseTime) -> list[TimeTerm]:
-    """What a choice of recompute computes again, and the tp collectives that run again within it."""
-    terms = [TimeTerm(f"{_RECOMPUTE}{what}", phase.total_s - phase.tp_s)]
-    return [*terms, TimeTerm(f"{_RECOMPUTE}tp communication in {what}", phase.tp_s)] if phase.tp_s else terms
-
-
-def _limited_by(
-    stages: tuple[StageLedger, ...],
-    micro_batches: int,
-    bubble_s: float,
-    after: tuple[TimeTerm, ...],
-    step_s: float,
-) -> str:
-    """The largest loss of the slowest stage, or "compute" if none is worth naming."""
-    slowest = max(stages, key=lambda stage: stage.micro_batch_s)
-    losses = {
-        term.name: term.time_s * micro_batches for term in slowest.time if term.name not in ("matmul", "attention")
-    }
-    again = [name for name in losses if name.startswith(_RECOMPUTE)]
-    losses["memory"] = sum(losses.pop(name) for name in again)
-    losses["bubble"] = bubble_s
-    losses["optimizer"] = sum(term.time_s for term in after)
-    worst = max(losses, key=lambda name: losses[name])
-    return worst if losses[worst] >= _WORTH_NAMING * step_s else "compute"

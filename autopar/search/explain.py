@@ -7,7 +7,8 @@ from itertools import zip_longest
 
 from tabulate import tabulate
 
-from autopar.cost_models.step_time import Estimate, StageLedger
+from autopar.cost_models.stage_ledger import StageLedger
+from autopar.cost_models.step_time import Estimate
 from autopar.plan import Plan
 from autopar.recompute import summary
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 from autopar.cost_models.compute import ModelPrice, stage_shape
 from autopar.cost_models.hardware import Hardware
-from autopar.cost_models.memory import MemoryTerm, total_bytes
-from autopar.cost_models.step_time import host_room_bytes, rank_host_ledger, rank_ledger
+from autopar.cost_models.memory import MemoryTerm, host_room_bytes, rank_host_ledger, rank_ledger, total_bytes
 
 from .loss_chunks import smallest_logits
+from .pins import Recompute, Request
 from .sizes import gib
-from .space import Choice, Recompute, Request
+from .space import Choice
 from .stages import LEANEST, StageCosts, pinned_recompute, setting_for
 
 

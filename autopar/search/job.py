@@ -12,8 +12,9 @@ from ..ir.units import read_elsewhere
 from ..request import Job
 from ..rules.data_axis import data_types
 from .layouts import position_rows, why_not
+from .pins import Pins
 from .search import SearchResult, search
-from .space import Pins, divisors
+from .sizes import divisors
 
 _WORTH_CUTTING = 16_384  # tokens of a sequence, from which on cp is looked at unasked
 _SHORTEST_PART = 1_024  # tokens of a rank of cp, unasked

@@ -8,7 +8,7 @@ from autopar.cost_models.compute import ModelPrice
 from autopar.cost_models.layer_costs import ModelCosts
 from autopar.errors import PlanError
 
-from .space import Pins, Request
+from .pins import Pins, Request
 
 # Slices are doubled until what they leave of the logits is this share of the budget: more would free no more.
 _WORTH_FREEING = 0.01

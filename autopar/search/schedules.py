@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from autopar.schedules import MULTI_STAGE, SCHEDULES, why_not
 
 if TYPE_CHECKING:
-    from .space import Pins
+    from .pins import Pins
 
 _VIRTUAL = {"interleaved": (2, 4), "zero-bubble": (1,)}  # stages a rank that are searched; others can be pinned
 

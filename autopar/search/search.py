@@ -15,7 +15,8 @@ from math import inf
 from autopar.cost_models.compute import ModelPrice, price_model
 from autopar.cost_models.hardware import Cluster, Hardware
 from autopar.cost_models.layer_costs import ModelCosts
-from autopar.cost_models.step_time import Estimate, estimate_price, update_time_s
+from autopar.cost_models.step_time import Estimate, estimate_price
+from autopar.cost_models.update import update_time_s
 from autopar.errors import InfeasibleError
 from autopar.plan import Optimizer, Plan, Solution
 from autopar.recompute import Again
@@ -25,7 +26,8 @@ from .boundaries import Ranges
 from .bounds import bound_s, bubble_s
 from .infeasible import Case, infeasible_text
 from .loss_chunks import chunkable, loss_prices
-from .space import Choice, Pins, Request, enumerate_space
+from .pins import Pins, Request
+from .space import Choice, enumerate_space
 from .stages import StageCosts, setting_for
 from .virtual import split_virtual
 

@@ -1,4 +1,4 @@
-"""Bytes as people read them."""
+"""Sizes: bytes as people read them, divisors, lists of numbers."""
 
 
 def gib(size_bytes: float) -> str:
@@ -6,3 +6,13 @@ def gib(size_bytes: float) -> str:
     if abs(size_bytes) < 2**30:
         return f"{size_bytes / 2**20:.1f} MiB"
     return f"{size_bytes / 2**30:.1f} GiB"
+
+
+def divisors(n: int) -> list[int]:
+    """In ascending order."""
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def listed(values: list[int]) -> str:
+    """2, 4, 8; of many the first ones."""
+    return ", ".join(map(str, values)) if len(values) <= 12 else ", ".join(map(str, values[:11])) + ", …"

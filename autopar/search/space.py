@@ -3,109 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
 from autopar.cost_models.hardware import Cluster
 from autopar.errors import PlanError
 from autopar.mesh import AXES, Mesh
-from autopar.plan import CONTEXT_LAYOUTS, Optimizer, check_precision, sharding_text
-from autopar.recompute import FORM, Again, choice, whole_layers
-from autopar.rules.coupling import Coupling
+from autopar.plan import sharding_text
 from autopar.schedules import why_not_split
 
+from .contradictions import check
+from .pins import Pins, Request
 from .schedules import recomputes, schedule_reasons, schedules
-
-Recompute = str | int | tuple[int, ...] | tuple[Again, ...]
-
-
-@dataclass(frozen=True)
-class Pins:
-    """Choices fixed by the user; None leaves one free.
-
-    attention: the layout of cp, "ring", "ulysses" or "all_gather".
-    recompute: "none", "full" (each layer whole), regions ("attention core, mlp"), "groups of 2", the number of layers
-    in each stage, or the layer indices. loss_chunks: slices of the vocabulary in which head and loss are computed,
-    1 for whole logits. reduce_dtype is not searched: gradients are summed in the dtype of the master weights, unless
-    it says otherwise.
-    """
-
-    pp: int | None = None
-    dp: int | None = None
-    cp: int | None = None
-    tp: int | None = None
-    zero: int | None = None
-    hsdp: int | None = None
-    offload: bool | None = None
-    micro_batch: int | None = None
-    schedule: str | None = None
-    virtual_stages: int | None = None
-    recompute: Recompute | None = None
-    loss_chunks: int | None = None
-    reduce_dtype: str | None = None
-    attention: str | None = None
-    forbid: Mapping[str, Collection[Any]] = field(default_factory=dict)  # by the names above
-
-    def __post_init__(self) -> None:
-        names = {f.name for f in fields(self)} - {"forbid", "reduce_dtype"}
-        for name in self.forbid:
-            if name in ("recompute", "reduce_dtype"):
-                raise PlanError(f"forbid={name!r}: pin it to what you want instead")
-            if name not in names:
-                raise PlanError(f"forbid={name!r}: use one of {', '.join(sorted(names))}")
-        if self.attention not in (None, *CONTEXT_LAYOUTS):
-            raise PlanError(f"attention={self.attention!r}: use one of {', '.join(CONTEXT_LAYOUTS)}")
-        for name in ("pp", "dp", "cp", "tp", "hsdp", "micro_batch", "virtual_stages", "loss_chunks"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise PlanError(f"{name}={value}: use 1 or more")
-        if isinstance(self.recompute, int) and self.recompute < 0:
-            raise PlanError(f"recompute={self.recompute}: use 0 or more layers a stage")
-        if isinstance(self.recompute, str):
-            object.__setattr__(self, "recompute", _recompute(self.recompute))
-
-    def allows(self, name: str, value: Any) -> bool:
-        """Neither pinned to something else nor forbidden."""
-        pinned = getattr(self, name)
-        return (pinned is None or pinned == value) and value not in self.forbid.get(name, ())
-
-    @property
-    def again(self) -> tuple[Again, ...] | None:
-        """What is recomputed where the pin names layers; None where it does not."""
-        if not isinstance(self.recompute, tuple):
-            return None
-        given = self.recompute
-        plain = whole_layers(sorted(layer for layer in given if isinstance(layer, int)))
-        return plain or tuple(again for again in given if isinstance(again, Again))
-
-    def __str__(self) -> str:
-        pinned = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if f.name != "forbid"]
-        pinned = [text for text in pinned if not text.endswith("=None")]
-        forbidden = [f"no {name}={value}" for name, values in self.forbid.items() for value in values]
-        return ", ".join(pinned + forbidden)
-
-
-def _recompute(text: str) -> str:
-    """A pin in words, as it is compared."""
-    try:
-        return text if text in ("none", "full") else choice(text)
-    except PlanError as error:
-        raise PlanError(f"recompute={text!r}: use 'none', 'full', {FORM}, a number or layer indices") from error
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is to be trained: samples a step, tokens a sample, bytes a GPU may use; whether samples are coupled."""
-
-    global_batch: int
-    sequence: int
-    budget_bytes: float
-    precision: str = "bf16"
-    optimizer: Optimizer = Optimizer()
-    pins: Pins = Pins()
-    coupling: Coupling | None = None
-    compile: bool = False
+from .sizes import divisors, listed
 
 
 @dataclass(frozen=True)
@@ -156,51 +66,6 @@ def enumerate_space(
             f"{f'. {request.coupling.detail}' if request.coupling else ''}"
         )
     return Space(choices, tuple(reasons))
-
-
-def check(request: Request, cluster: Cluster, context: bool = False) -> None:
-    """PlanError, with the arithmetic, where pins and cluster or batch cannot go together. context: cp may be free."""
-    pins, gpus, batch = request.pins, cluster.gpus, request.global_batch
-    check_precision(request.precision, pins.reduce_dtype)
-    if batch < 1 or request.sequence < 1:
-        raise PlanError(f"global_batch={batch}, sequence={request.sequence}: use 1 or more of each")
-    sizes = {name: getattr(pins, name) for name in ("pp", "dp", "cp", "tp") if getattr(pins, name) is not None}
-    pinned = 1
-    for size in sizes.values():
-        pinned *= size
-    text = " × ".join(f"{name}={size}" for name, size in sizes.items())
-    if gpus % pinned:
-        low, high = gpus // pinned * pinned, -(-gpus // pinned) * pinned
-        counts = " or ".join(str(count) for count in (low, high) if count)
-        way = f"use gpus={counts}"
-        if len(sizes) == 1:
-            way += f", or {next(iter(sizes))} one of {_listed(divisors(gpus))}"
-        raise PlanError(f"gpus={gpus} is not divisible by {text}{f' = {pinned}' if len(sizes) > 1 else ''}: {way}")
-    if len(sizes.keys() - {"cp"}) == 3 and pinned != gpus and not (context and pins.cp is None):
-        raise PlanError(f"{text} = {pinned} leaves {gpus - pinned} of gpus={gpus} idle: use gpus={pinned}, or free one")
-    samples = (pins.dp or 1) * (pins.micro_batch or 1)
-    if batch % samples:
-        _refuse_batch(pins, batch, samples)
-
-
-def divisors(n: int) -> list[int]:
-    """In ascending order."""
-    return [d for d in range(1, n + 1) if n % d == 0]
-
-
-def _refuse_batch(pins: Pins, batch: int, samples: int) -> None:
-    names = [f"{name}={getattr(pins, name)}" for name in ("micro_batch", "dp") if getattr(pins, name)]
-    low, high = batch // samples * samples, -(-batch // samples) * samples
-    counts = " or ".join(str(count) for count in (low, high) if count)
-    product_text = f" = {samples}" if len(names) > 1 else ""
-    raise PlanError(
-        f"global_batch={batch} is not divisible by {' × '.join(names)}{product_text}: "
-        f"use global_batch={counts}, or values whose product divides it (one of {_listed(divisors(batch))})"
-    )
-
-
-def _listed(values: list[int]) -> str:
-    return ", ".join(map(str, values)) if len(values) <= 12 else ", ".join(map(str, values[:11])) + ", …"
 
 
 def _meshes(gpus: int, layers: int, solved: Collection[tuple[int, int]]) -> Iterator[Mesh]:
@@ -277,7 +142,7 @@ def _reasons(
         reasons.append(f"{more} ({request.coupling.short})")
     tps = sorted({tp for _, tp in solved})
     if pins.tp is not None and pins.tp not in tps and f"tp={pins.tp}" not in illegal:
-        reasons.append(f"tp={pins.tp} (no solution; there are {_listed(tps)})")
+        reasons.append(f"tp={pins.tp} (no solution; there are {listed(tps)})")
     for size in divisors(cluster.gpus):
         if size > layers and pins.allows("pp", size):
             reasons.append(f"pp={size} ({layers} layers)")

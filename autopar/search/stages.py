@@ -10,14 +10,22 @@ from operator import mul
 from autopar.cost_models.compute import ModelPrice, StageShape, stage_blocks, stage_shape, stage_time
 from autopar.cost_models.data_parallel import data_time
 from autopar.cost_models.hardware import Hardware
-from autopar.cost_models.memory import StageMemory, activation_room_bytes, again_bytes, ledger, total_bytes
+from autopar.cost_models.memory import (
+    activation_room_bytes,
+    host_room_bytes,
+    ledger,
+    rank_host_ledger,
+    rank_ledger,
+    total_bytes,
+)
 from autopar.cost_models.setting import Setting
-from autopar.cost_models.step_time import host_room_bytes, memory_of, rank_host_ledger, rank_ledger
+from autopar.cost_models.stage_memory import StageMemory, again_bytes, memory_of
 from autopar.recompute import LAYER, Again, again_of, group_of, regions_of
 
 from .boundaries import TIE, Ranges, split
+from .pins import Recompute, Request
 from .recompute import Chosen, ClassOptions, Option, cheapest
-from .space import Choice, Recompute, Request
+from .space import Choice
 
 Shapes = tuple[StageShape, ...]  # of the stages of a rank
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.cost_models.memory import collective_counts
+from autopar.cost_models.states import collective_counts
 from autopar.emit.load import load_source
 from autopar.emit.project import save_tensors
 from autopar.runtime.trainer import Trainer

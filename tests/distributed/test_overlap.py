@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.cost_models.memory import collective_counts
+from autopar.cost_models.states import collective_counts
 from tests.distributed.programs import Subject, gpt, llama, local_batch, trainer_of
 from tests.distributed.recorder import Event, IssueOrder, sharded_groups
 from tests.distributed.test_frozen import _subject as frozen

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from autopar.cost_models.compute import ModelPrice, price_model, stage_shape
 from autopar.cost_models.describe import describe
 from autopar.cost_models.hardware import gpu
-from autopar.cost_models.memory import stage_memory
+from autopar.cost_models.stage_memory import stage_memory
 from autopar.emit.load import load_source
 from autopar.ir.graph import B, S
 from autopar.plan import Plan

@@ -18,7 +18,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.cost_models.hardware import gpu
-from autopar.cost_models.memory import StageMemory, States, collective_counts, ledger, resident_bytes
+from autopar.cost_models.memory import ledger
+from autopar.cost_models.stage_memory import StageMemory
+from autopar.cost_models.states import States, collective_counts, resident_bytes
 from autopar.runtime.data_parallel import local_part
 from autopar.runtime.settings import Settings
 from autopar.runtime.trainer import Trainer

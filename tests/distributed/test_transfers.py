@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autopar.cost_models.compute import stage_shape
-from autopar.cost_models.memory import stage_memory
+from autopar.cost_models.stage_memory import stage_memory
 from autopar.plan import Plan
 from autopar.runtime.memory import LiveStorage
 from tests.distributed.families import family

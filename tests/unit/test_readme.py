@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import autopar
-from autopar.search.space import Pins
+from autopar.search.pins import Pins
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -14,7 +14,7 @@ from autopar.api import Parallelized
 from autopar.errors import PlanError
 from autopar.plan import Plan
 from autopar.search.job import cp_sizes
-from autopar.search.space import Pins
+from autopar.search.pins import Pins
 from examples.gpt import GPT, GPTConfig
 
 SEQUENCE = 32

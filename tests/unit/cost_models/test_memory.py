@@ -7,18 +7,15 @@ from dataclasses import replace
 import pytest
 
 from autopar.cost_models.hardware import GIB, Hardware, gpu
-from autopar.cost_models.memory import (
+from autopar.cost_models.memory import activation_room_bytes, host_ledger, ledger, total_bytes
+from autopar.cost_models.stage_memory import StageMemory
+from autopar.cost_models.states import (
     CollectiveCounts,
     Resident,
-    StageMemory,
     States,
-    activation_room_bytes,
     collective_counts,
-    host_ledger,
-    ledger,
     optimizer_state_bytes,
     resident_bytes,
-    total_bytes,
 )
 from autopar.errors import PlanError
 from autopar.plan import Optimizer

@@ -23,8 +23,8 @@ from autopar.mesh import Mesh
 from autopar.plan import Plan
 from autopar.search.explain import explain, plan_table
 from autopar.search.layouts import replicated
+from autopar.search.pins import Pins
 from autopar.search.search import SearchResult, search
-from autopar.search.space import Pins
 from examples.gpt import GPTConfig, build
 
 SEQUENCE, VOCABULARY, WIDTH = 1024, 50257, 128

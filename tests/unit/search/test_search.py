@@ -15,14 +15,16 @@ from autopar.cost_models.compute import ModelPrice, StageShape, price_model, sta
 from autopar.cost_models.data_parallel import data_time
 from autopar.cost_models.hardware import GIB, Cluster, Hardware
 from autopar.cost_models.layer_costs import ModelCosts
+from autopar.cost_models.memory import host_room_bytes
 from autopar.cost_models.setting import setting_of
-from autopar.cost_models.step_time import estimate_price, host_room_bytes
+from autopar.cost_models.step_time import estimate_price
 from autopar.errors import InfeasibleError, PlanError
 from autopar.plan import Optimizer, Plan
 from autopar.recompute import Again, again_of, by_layer, whole_layers
 from autopar.search.explain import explain, plan_table
+from autopar.search.pins import Pins, Request
 from autopar.search.search import SearchResult, search
-from autopar.search.space import Choice, Pins, Request, enumerate_space
+from autopar.search.space import Choice, enumerate_space
 from tests.unit.cost_models.fabricate import model
 
 LAYERS, SEQUENCE = 4, 2048

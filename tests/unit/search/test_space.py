@@ -9,7 +9,8 @@ from autopar.errors import PlanError
 from autopar.mesh import Mesh
 from autopar.rules.coupling import Coupling
 from autopar.schedules import SCHEDULES, why_not, why_not_split
-from autopar.search.space import Pins, Request, Space, enumerate_space
+from autopar.search.pins import Pins, Request
+from autopar.search.space import Space, enumerate_space
 
 SOLVED = [(1, 1), (1, 2), (1, 4), (1, 8)]  # cp, tp
 
