@@ -1,6 +1,7 @@
-"""Loaded before any test: one thread before anything computes, and the `--update-goldens` flag."""
+"""Loaded before any test: one thread before anything computes, `--update-goldens`, and cases that take turns."""
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,18 @@ torch.set_num_threads(1)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-goldens", action="store_true", help="write golden files, compare nothing")
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Of a test marked `in_turn(n)` the first of each n cases stays in `make test`."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        if turns := item.get_closest_marker("in_turn"):
+            test = item.nodeid.partition("[")[0]
+            if seen[test] % turns.args[0]:
+                item.add_marker(pytest.mark.slow)
+            seen[test] += 1
 
 
 @pytest.fixture

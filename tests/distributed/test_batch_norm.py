@@ -73,6 +73,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("plan", PLANS)
 def test_parity(plan: str) -> None:
     """Losses, gradients, weights, running statistics and the number of batches."""

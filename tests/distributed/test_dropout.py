@@ -34,6 +34,7 @@ def _train(plan: Plan) -> list[tuple[list[float], dict[str, Tensor], dict[str, T
     return run_ranks(plan.mesh.world_size, on_rank)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
     ("options", "which"),
     [

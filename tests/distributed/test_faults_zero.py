@@ -35,6 +35,7 @@ class Twice(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("plan", ["zero0", "zero1", "zero2", "zero3", "zero3-pp2"])
 def test_z10_a_block_used_twice_with_recompute_and_weights_that_do_not_run(plan: str) -> None:
     model = subject(Twice(), FP64)

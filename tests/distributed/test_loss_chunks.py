@@ -44,6 +44,7 @@ def plan_of(name: str, dtype: torch.dtype, chunks: int = 3) -> tuple[Subject, Pl
     return made, replace(made.plan(**choices), loss_chunks=chunks)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", PLANS)
 def test_fp64(name: str) -> None:
     made, plan = plan_of(name, torch.float64)

@@ -140,6 +140,7 @@ def _subject(name: str) -> Subject:
     return subject(model, torch.float64, program, data=data)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", FREE)
 def test_any_layout_of_samples(name: str) -> None:
     """Two replicas, each with three micro-batches of other numbers of targets."""
@@ -147,6 +148,7 @@ def test_any_layout_of_samples(name: str) -> None:
     assert_parity(made, made.plan(dp=2, micro_batch=2))
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", REDUCED)
 def test_numbers_of_the_whole_batch_are_reduced_over_replicas(name: str) -> None:
     made = _subject(name)

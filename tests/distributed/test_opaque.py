@@ -47,6 +47,7 @@ def made(kind: str) -> Subject:
     return subject(OpaqueModel(KINDS[kind]), torch.float64)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_branch_on_values_inside_a_module(plan: str) -> None:
     """Which parameters a rank reads depends on its samples: the reductions of gradients must not."""
@@ -64,6 +65,7 @@ def marked(reads: bool) -> Subject:
     return subject(MarkedModel(reads=reads), torch.float64, data=data)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
     ("plan", "reads"),
     [("dp2", False), ("dp2", True), ("zero3", False), ("zero3", True), ("zero3-tp2-pp2-recompute", False)],

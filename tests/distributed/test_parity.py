@@ -56,6 +56,7 @@ def _each(cases: list[tuple[str, str]], quick: list[tuple[str, str]]) -> pytest.
     return pytest.mark.parametrize(("model", "plan"), marked)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(("model", "plan"), CASES)
 def test_fp64(model: str, plan: str) -> None:
     subject = MODELS[model](torch.float64)

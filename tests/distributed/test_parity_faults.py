@@ -71,6 +71,7 @@ def test_p3_layers_that_the_stages_do_not_divide(layers: int, pp: int) -> None:
     assert_parity(model, plan)
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("micro_batch", [6, 3, 1])
 def test_p4_gradients_are_scaled_once_whatever_the_micro_batches(schedule: str, micro_batch: int) -> None:
@@ -273,6 +274,7 @@ class Repeated(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -291,6 +293,7 @@ def test_t5_one_block_used_three_times(options: dict[str, Any]) -> None:
     assert errors.worst <= 1e-9, errors
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("options", [{}, {"tp": 2}, {"pp": 2}, {"dp": 2, "zero": 3, "micro_batch": 3}], ids=str)
 def test_t5_layers_that_share_only_some_parameters(options: dict[str, Any]) -> None:
     model = Scaled()
@@ -304,6 +307,7 @@ def _repeated() -> Subject:
     return subject(Repeated(), FP64)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("options", [{}, {"tp": 2, "layout": MEGATRON_SP}, {"pp": 2}], ids=["one", "tp2-sp", "pp2"])
 @pytest.mark.parametrize(("micro_batch", "sequence"), [(1, 16), (3, 16), (2, 24)])
 def test_t11_sizes_are_not_those_of_the_trace(options: dict[str, Any], micro_batch: int, sequence: int) -> None:

@@ -52,6 +52,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("constant", [False, True])
 def test_a_penalty_counts_once(constant: bool, plan: str) -> None:

@@ -35,6 +35,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("choice", CHOICES)
 def test_each_choice_keeps_the_contract(choice: str) -> None:
     """On one of the plans each, over two models."""

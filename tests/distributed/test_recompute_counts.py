@@ -171,6 +171,7 @@ def test_collectives_within_a_region_run_again_and_are_priced() -> None:
     assert found["attention, mlp"]["gather"] - found["none"]["gather"] == 2 * 4 * 3
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("choice", CHOICES)
 def test_no_collective_is_saved_in_place(choice: str) -> None:
     """Backward runs a region's collectives again: no policy keeps the result of one (its mutation is not replayed)."""

@@ -79,6 +79,7 @@ PLANS = {
 }
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("plan", PLANS)
 def test_reused_layers(plan: str, frozen: bool) -> None:

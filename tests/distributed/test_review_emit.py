@@ -141,6 +141,7 @@ class Skip(Base):
         return x
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("pp", [2, 3, 4])
 def test_skip_over_stages(pp: int, schedule: str) -> None:
@@ -216,6 +217,7 @@ class InputsReceived(ReadsInputsTwice):
         return self.run(received, layer)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
     ("model", "inputs"), [(InputsX, ("x", "x0")), (InputsB, ("b", "device")), (InputsReceived, ("received", "layer"))]
 )

@@ -98,6 +98,7 @@ def tied(kind: str = "Net") -> Subject:
     return subject(model, FP64)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
     ("kind", "plan"),
     [*(("Net", plan) for plan in PLANS), ("TwoHeads", "one"), ("TwoHeads", "pp2"), ("TwoHeads", "zero3")],
@@ -158,6 +159,7 @@ class SharedNorm(Net):
         self.norm = first.ln_1
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_norm_that_layers_and_the_model_share(plan: str) -> None:
     model = subject(SharedNorm(), FP64)
@@ -240,6 +242,7 @@ def test_parameters_that_the_loss_never_reads_are_kept_and_saved(plan: str, tmp_
 # Parameter groups
 
 
+@pytest.mark.in_turn(2)
 @each_plan
 def test_groups_reach_ties_and_stages_without_a_member(plan: str) -> None:
     """The table, under another name on the last stage; the head's norm, whose group the first stage has none of."""

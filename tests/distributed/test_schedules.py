@@ -94,6 +94,7 @@ def test_parity_with_other_strategies(schedule: str, v: int, mix: str) -> None:
     assert_parity(subject, pipeline(subject, schedule, v, 2, 6 if "dp" not in mix else 2, **MIXES[mix]))
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(("schedule", "v"), [("interleaved", 2), ("zero-bubble", 1), ("zero-bubble", 2)])
 @pytest.mark.parametrize("zero", [0, 1])
 def test_bf16_gradients_add_up_in_fp32(schedule: str, v: int, zero: int) -> None:
