@@ -31,6 +31,7 @@ from .passes.islands import islands_note
 from .plan import Plan
 from .progress import progress
 from .request import Job, OptimizerLike, make_job
+from .rules.padding import padding_of
 from .search.context_note import context_note
 from .search.explain import explain, plan_table
 from .search.explain import why_not as why_slower
@@ -56,6 +57,7 @@ def parallelize(
     inputs: Mapping[str, Any] | None = None,
     loss: Callable[[Any, Mapping[str, Any]], torch.Tensor] | None = None,
     sequence: int | None = None,
+    pad_to_multiple_of: int | None = None,
     global_batch: int | None = None,
     optimizer: OptimizerLike = None,
     precision: str | None = None,
@@ -70,6 +72,7 @@ def parallelize(
     inputs: example keyword inputs with labels, batch on dim 0; not needed for Hugging Face models. Floating ones
     (images) are cast to the compute dtype, here and in training.
     loss: (outputs, batch) → scalar, where forward returns no loss. sequence: tokens; global_batch: samples.
+    pad_to_multiple_of: the program pads samples of `sequence` tokens to the next multiple, and computes the same loss.
     compile=True: the layers run under torch.compile.
     batch_norm="synchronise": its statistics are those of all replicas' samples, in one micro-batch; else refused.
     pins (pp, dp, cp, tp, zero, hsdp, offload, micro_batch, schedule, recompute, loss_chunks) fix a choice,
@@ -81,11 +84,14 @@ def parallelize(
     job = make_job(
         model, gpus, gpu=gpu, memory=memory, inputs=inputs, loss=loss, sequence=sequence,
         global_batch=global_batch, optimizer=optimizer, precision=precision, batch_norm=batch_norm, compile=compile,
+        pad_to_multiple_of=pad_to_multiple_of,
     )  # fmt: skip
     with progress(f"tracing {job.name}"):
         program = prepare(job.model, job.inputs, job.precision, job.batch_norm)
     chosen = _pins(pins)
     illegal = illegal_sizes(program, job, chosen)
+    if job.padded_from is not None:
+        padding_of(program, job.padded_from, job.sequence)
     warn_unknown(program, {B: 1, S: job.sequence})
     layouts = [layout for layout in LAYOUTS if sequence_parallel is None or layout.name == _named(sequence_parallel)]
     cps, tps = cp_sizes(job, chosen), [tp for tp in tp_sizes(job, chosen) if f"tp={tp}" not in illegal]

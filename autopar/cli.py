@@ -36,7 +36,8 @@ _PINS = (
     "reduce_dtype", "attention",
 )  # fmt: skip
 _OF_THE_PLAN = (
-    "sequence", "global_batch", "precision", "optimizer", "lr", "sequence_parallel", "forbid", "compile", *_PINS
+    "sequence", "pad_to_multiple_of", "global_batch", "precision", "optimizer", "lr", "sequence_parallel", "forbid",
+    "compile", *_PINS,
 )  # fmt: skip
 _LAYOUTS = {"megatron": False, "megatron-sp": True}
 
@@ -155,6 +156,7 @@ def _parallelized(args: argparse.Namespace) -> Parallelized:
         inputs=inputs,
         loss=_loss(args),
         sequence=args.sequence,
+        pad_to_multiple_of=args.pad_to_multiple_of,
         global_batch=args.global_batch,
         precision=args.precision,
         optimizer=(args.optimizer or "AdamW", {} if args.lr is None else {"lr": args.lr}),
@@ -183,7 +185,8 @@ def _of_plan(args: argparse.Namespace, plan: Plan) -> Parallelized:
         memory=args.memory,
         inputs=inputs,
         loss=_loss(args),
-        sequence=plan.sequence,
+        sequence=plan.tokens,
+        pad_to_multiple_of=plan.sequence if plan.padded_from else None,
         global_batch=plan.global_batch,
         precision=plan.precision,
         optimizer=(plan.optimizer.name, plan.optimizer.kwargs),
@@ -256,6 +259,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     job("--gpu", metavar="NAME", help="h100-sxm-80gb, …, or cpu (default: this machine's)")
     job("--memory", metavar="SIZE", help="budget per GPU, as 70GiB (default: the GPU's usable memory)")
     job("--sequence", type=int, metavar="TOKENS", help="tokens of a sample")
+    job("--pad-to-multiple-of", type=int, metavar="TOKENS", help="pad samples to the next multiple, out of the loss")
     job("--global-batch", type=int, metavar="SAMPLES", help="samples of a step (default: 8 a GPU)")
     job("--precision", choices=PRECISIONS, help="default: bf16, fp32 on a CPU")
     job("--compile", action="store_true", default=None, help="run the layers under torch.compile")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from .plan import Plan, Solution
 from .rendezvous import deadlock, posts
 from .rules import Axis
 from .rules.data_axis import check_data_axis, data_types
+from .rules.padding import padding_of
 from .rules.verify import verify
 from .search.layouts import context_axis
 from .trace.export import trace
@@ -57,6 +59,8 @@ def compile_program(program: Program, plan: Plan) -> Program:
     """Run CONTEXT and PASSES in order, type-checking after each. With AUTOPAR_DUMP=dir each result is written there."""
     if coupling := data_types(program).coupling:
         coupling.check(plan)
+    if plan.padded_from is not None:
+        program = replace(program, padding=padding_of(program, plan.padded_from, plan.sequence))
     program = cut_sequence(program, plan)
     axis = Axis("tp", plan.mesh.tp, sequence=True, values={B: plan.micro_batch, S: plan.sequence // plan.mesh.cp})
     done: set[str] = set()

@@ -53,7 +53,8 @@ class Plan:
 
     `stages` holds the layer range [start, stop) of each pipeline stage, of which stage k runs on rank k % pp;
     `recompute` what backward computes again, by ranges of layers in ascending order. Batch sizes count samples,
-    `sequence` tokens. `reduce_dtype`: in which replicas sum gradients, if not in that of the master weights.
+    `sequence` the tokens of each that are computed, to which the trainer pads samples of `padded_from` tokens.
+    `reduce_dtype`: in which replicas sum gradients, if not in that of the master weights.
     `solution` holds the placements on tp, of the program that `context`, those on cp, leaves to each of its ranks.
     `hsdp`: ranks that share out one copy of what ZeRO shards, the groups being replicas (None: all data ranks).
     `offload`: what ZeRO shards is kept in the host's memory, where the optimizer runs.
@@ -76,6 +77,12 @@ class Plan:
     solution: Solution = Solution(1, {})
     reduce_dtype: str | None = None
     context: Solution = Solution(1, {})
+    padded_from: int | None = None  # tokens of a sample, where the trainer pads it to `sequence`
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a sample, pads not counted."""
+        return self.padded_from or self.sequence
 
     @property
     def accumulation(self) -> int:
@@ -100,7 +107,12 @@ class Plan:
         if self.sequence % self.mesh.cp:
             raise PlanError(
                 f"sequence={self.sequence} is not divisible by cp={self.mesh.cp}: "
-                f"use {nearest_lengths(self.sequence, self.mesh.cp)}, or another cp"
+                f"use {nearest_lengths(self.sequence, self.mesh.cp)}, pad_to_multiple_of={self.mesh.cp}, or another cp"
+            )
+        if self.padded_from is not None and not 1 <= self.padded_from < self.sequence:
+            raise PlanError(
+                f"padded_from={self.padded_from} with sequence={self.sequence}: samples are padded to a longer "
+                "sequence; leave padded_from out for samples that are as long"
             )
         samples = self.micro_batch * self.mesh.dp
         if self.global_batch % samples:
@@ -130,6 +142,7 @@ class Plan:
             "global_batch": self.global_batch,
             "micro_batch": self.micro_batch,
             "sequence": self.sequence,
+            **({"padded_from": self.padded_from} if self.padded_from else {}),
             "stages": [list(stage) for stage in self.stages],
             "schedule": self.schedule,
             "zero": self.zero,
@@ -163,6 +176,7 @@ class Plan:
             global_batch=data["global_batch"],
             micro_batch=data["micro_batch"],
             sequence=data["sequence"],
+            padded_from=data.get("padded_from"),
             stages=tuple((start, stop) for start, stop in data["stages"]),
             schedule=data["schedule"],
             zero=data["zero"],

@@ -74,12 +74,16 @@ def _text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-_OPTIONAL = {"layout", "loss_chunks", "compile", "reduce_dtype", "context", "context_placements", "hsdp", "offload"}
+_OPTIONAL = {
+    "layout", "loss_chunks", "compile", "reduce_dtype", "context", "context_placements", "hsdp", "offload",
+    "padded_from",
+}  # fmt: skip
 FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "mesh": (_mesh, "a whole number for each of pp, dp, cp and tp, as {pp: 1, dp: 2, cp: 1, tp: 4}"),
     "global_batch": (_whole, "a whole number of samples"),
     "micro_batch": (_whole, "a whole number of samples"),
     "sequence": (_whole, "a whole number of tokens"),
+    "padded_from": (_whole, "a whole number of tokens of a sample, which is padded to `sequence`"),
     "stages": (_stages, "a layer range [start, stop] for each stage, as [[0, 12], [12, 24]]"),
     "schedule": (_text, "the name of a schedule"),
     "zero": (_whole, "0, 1, 2 or 3"),

@@ -45,6 +45,7 @@ class Job:
     batch_norm: str = "refuse"
     compile: bool = False
     loss: Loss | None = None  # which `model` has, and a model that `factory` builds has not
+    padded_from: int | None = None  # tokens of a sample, which is padded to `sequence`
 
     @property
     def name(self) -> str:
@@ -65,6 +66,7 @@ def make_job(
     precision: str | None,
     batch_norm: str,
     compile: bool = False,
+    pad_to_multiple_of: int | None = None,
 ) -> Job:
     """Check what was asked; raises PlanError naming what is wrong and the way out."""
     notes: list[str] = []
@@ -76,7 +78,8 @@ def make_job(
     if batch_norm not in ("refuse", "synchronise"):
         raise PlanError(f"batch_norm={batch_norm!r}: use 'refuse' or 'synchronise'")
     chosen_optimizer = read_optimizer(module, optimizer)
-    sequence = _sequence(module, inputs, sequence, notes)
+    tokens = _sequence(module, inputs, sequence, notes)
+    sequence = _padded_length(tokens, pad_to_multiple_of)
     if inputs is None:
         inputs = _default_inputs(module, sequence)
     if loss is not None:
@@ -86,7 +89,7 @@ def make_job(
         notes.append(f"global_batch={global_batch} (8 a GPU)")
     return Job(
         module, factory, inputs, cluster, global_batch, sequence, read_memory(memory), precision, chosen_optimizer,
-        tuple(notes), batch_norm, compile, loss,
+        tuple(notes), batch_norm, compile, loss, tokens if tokens < sequence else None,
     )  # fmt: skip
 
 
@@ -118,6 +121,17 @@ def _sequence(model: nn.Module, inputs: Mapping[str, Any] | None, sequence: int 
         return 1
     notes.append(f"sequence={min(longest, _LONGEST_DEFAULT)} (of the model's config)")
     return min(longest, _LONGEST_DEFAULT)
+
+
+def _padded_length(tokens: int, multiple: int | None) -> int:
+    """The next multiple of `multiple`, if given."""
+    if multiple is None:
+        return tokens
+    if not isinstance(multiple, int) or multiple < 1:
+        raise PlanError(f"pad_to_multiple_of={multiple!r}: use a whole number of tokens, 1 or more")
+    if tokens == 1:
+        raise PlanError("pad_to_multiple_of is for sequences, and these inputs have none: leave it out")
+    return -(-tokens // multiple) * multiple
 
 
 def _default_inputs(model: nn.Module, sequence: int) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def estimate_price(price: ModelPrice, plan: Plan, hardware: Hardware) -> Estimat
         )
         for rank in range(pp)
     )
-    tokens = plan.global_batch * plan.sequence
+    tokens = plan.global_batch * plan.tokens
     flops = 3 * price.unsharded_flops * plan.accumulation * plan.mesh.dp
     world = plan.mesh.world_size
     return Estimate(

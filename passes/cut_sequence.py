@@ -65,7 +65,8 @@ def check_length(sequence: int, ranks: int, zigzag: bool) -> None:
     if zigzag and sequence % (2 * ranks):
         raise PlanError(
             f"sequence={sequence} is not divisible by 2 × cp={ranks}, as causal attention needs for equal "
-            f"work on each rank: use {nearest_lengths(sequence, 2 * ranks)}, another cp or attention='ulysses'"
+            f"work on each rank: use {nearest_lengths(sequence, 2 * ranks)}, pad_to_multiple_of={2 * ranks}, another "
+            "cp or attention='ulysses'"
         )
 
 

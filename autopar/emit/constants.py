@@ -35,6 +35,9 @@ def constants(e: Emission, paths: bool) -> str:
     if plan.reduce_dtype:
         settings.append(f'reduce_dtype="{plan.reduce_dtype}"')
     settings += ["zigzag=True"] if e.program.zigzag else []
+    if e.program.padding:
+        rows = [f'("{p.input}", {p.dim}, {p.value})' for p in e.program.padding]
+        settings.append(f"padded_from={plan.padded_from}, padding={tuple_text(rows, quote=False)}")
     settings += _data_settings(e)
     if e.predicted.step_s is not None:
         settings.append(f"predicted_step_s={e.predicted.step_s:.6g}")

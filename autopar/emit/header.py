@@ -56,6 +56,7 @@ def plan_text(plan: Plan) -> str:
             f"{plan.mesh}{layout}",
             f"zero {plan.sharding}",
             f"micro-batch {plan.micro_batch} × {plan.accumulation}{schedule}",
+            *([f"{plan.padded_from:,} tokens padded to {plan.sequence:,}"] if plan.padded_from else []),
             f"recompute {'all layers' if again == 'full' else again}",
             *([f"loss in {plan.loss_chunks} slices"] if plan.loss_chunks > 1 else []),
             plan.precision + (f" (gradients summed in {plan.reduce_dtype})" if plan.reduce_dtype else ""),

@@ -21,6 +21,7 @@ from torch import fx
 from ..placement import Placement, Strategy
 from ..recompute import Again
 from .custom import OpaqueCall
+from .padding import Padding
 
 B = sympy.Symbol("b", positive=True, integer=True)
 S = sympy.Symbol("s", positive=True, integer=True)
@@ -229,7 +230,7 @@ class Program:
     the loss reads. stages, recompute and regions (block → what backward computes again in layers of that class) are
     set by the passes.
     zigzag: of 2·cp chunks of the sequence, rank r of cp has r and 2·cp − 1 − r, for later queries of causal attention
-    meet more keys.
+    meet more keys. padding: of the inputs, where samples are shorter than `s`.
     """
 
     name: str
@@ -248,6 +249,7 @@ class Program:
     persistent: dict[str, TensorInfo] = field(default_factory=dict)
     opaque: dict[str, OpaqueCall] = field(default_factory=dict)
     zigzag: bool = False
+    padding: tuple[Padding, ...] = ()
 
     def copy_blocks(self) -> Program:
         """The same program with blocks that a pass may change."""

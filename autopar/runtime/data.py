@@ -65,7 +65,7 @@ def load_dataset(name: str | None, settings: Settings) -> Dataset:
                 f"the default data are bytes and need a vocabulary of {BYTE_VOCABULARY}; the model's is "
                 f"{settings.vocabulary}: give --data module:function"
             )
-        return StandardLibrary(settings.sequence, settings.labels)
+        return StandardLibrary(settings.tokens, settings.labels)
     module, _, function = name.partition(":")
     if not function:
         raise ValueError(f"--data {name}: write module:function, which returns a map-style dataset")

@@ -67,7 +67,7 @@ def _record(step: int, result: StepResult, time_s: float, memory: int | None, se
         "step": step,
         "loss": result.loss,
         "grad_norm": None if result.skipped else result.grad_norm,
-        "tokens_per_s": settings.global_batch * settings.sequence / time_s,
+        "tokens_per_s": settings.global_batch * settings.tokens / time_s,
         "mfu": mfu,
         "memory_bytes": memory,
         "measured_step_s": time_s,

@@ -16,6 +16,7 @@ class Settings:
     "next" token of each input or the "same" ones, where the model shifts them (as Hugging Face models do).
     zigzag: of 2·cp chunks of a sequence, rank r of cp has r and 2·cp − 1 − r; else it has the r-th of cp.
     hsdp: ranks that share out one copy of what ZeRO shards (None: all data ranks). offload: it lies on the host.
+    padded_from: tokens of a sample, where it is padded to `sequence`; padding: (input, dim, value) of each such dim.
     """
 
     pp: int
@@ -41,6 +42,13 @@ class Settings:
     reduce_dtype: str | None = None  # "bf16", "fp16" or "fp32", of gradients over the replicas; None: of the masters
     hsdp: int | None = None
     offload: bool = False
+    padded_from: int | None = None
+    padding: tuple[tuple[str, int, int], ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a sample, pads not counted."""
+        return self.padded_from or self.sequence
 
     @property
     def half(self) -> bool:

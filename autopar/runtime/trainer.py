@@ -22,6 +22,7 @@ from .mesh import init_mesh
 from .norm import kept_buffers, update_statistics
 from .opaque import LeftOut
 from .optimizer import Optimizer, Tied, clip_factor, scale_gradients, square_sum
+from .padding import padded
 from .parameters import Value, buffer, materialise, parameter
 from .pipeline import Batch, make_run
 from .precision import LossScale, compute_dtype, overflow_error
@@ -107,11 +108,13 @@ class Trainer:
     def step(self, batch: Batch) -> StepResult:
         """Train on this replica's samples of one global batch: [global_batch / dp, ...] a tensor.
 
+        Samples that are shorter than the plan's sequence by plan are padded here, before anything is cut over cp.
         Floating inputs are cast to the compute dtype, as fully_shard's cast_forward_inputs would.
         Raises ValueError where the batch has other sizes than those planned, OverflowError naming parameters where
         no loss scale makes their gradients finite.
         """
         self._check_sizes(batch)
+        batch = padded(batch, self.settings)
         dtype = compute_dtype(self.settings)
         batch = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
         self.optimizer.zero_grad()
@@ -177,9 +180,10 @@ class Trainer:
         taken = [p.name for p in forward if p.kind is p.KEYWORD_ONLY]
         if taken and batch.keys() != set(taken):
             raise ValueError(f"the batch has {', '.join(batch)}, but this program takes {', '.join(taken)}")
-        samples, length = planned.global_batch // planned.dp, planned.sequence
+        samples, length = planned.global_batch // planned.dp, planned.tokens
         lengths = [x.shape[1] for x in batch.values() if x.dim() == 2 and not x.is_floating_point()]
         other_length = planned.vocabulary is not None and max(lengths, default=length) != length
+        other_length |= any(batch[name].shape[dim] != length for name, dim, _ in planned.padding)
         if other_length or any(x.shape[:1] != (samples,) for x in batch.values()):
             shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in batch.items())
             asked = f"{samples} samples (global_batch={planned.global_batch} / dp={planned.dp}) of {length} tokens"

@@ -32,7 +32,7 @@ def plan_table(result: SearchResult, model_name: str, parameters: int) -> str:
     headers = [title.replace("tokens", _unit(result)) for title in _HEADERS]
     table = tabulate([headers, *rows], tablefmt="plain", colalign=align, disable_numparse=True)
     body = "\n".join(f" {line}".rstrip() for line in table.splitlines())
-    notes = "".join(f"\n {note}" for note in (*_loss_notes(result), *result.notes))
+    notes = "".join(f"\n {note}" for note in (*_loss_notes(result), *_padding_notes(result), *result.notes))
     return f"{header(result, model_name, parameters)}\n\n{body}\n {footer(result)}{notes}"
 
 
@@ -42,16 +42,27 @@ def _loss_notes(result: SearchResult) -> list[str]:
     return [f"#{number}: head and loss in {n} slices of the vocabulary" for number, n in slices.items() if n > 1]
 
 
+def _padding_notes(result: SearchResult) -> list[str]:
+    """What counts pads and what does not."""
+    tokens, padded = result.request.padded_from, result.request.sequence
+    if tokens is None:
+        return []
+    return [
+        f"{tokens:,} tokens a sample, padded to {padded:,}: times, memory and MFU count all, tokens/s the {tokens:,}"
+    ]
+
+
 def header(result: SearchResult, model_name: str, parameters: int) -> str:
     """Model, machine, batch, precision, optimizer, budget."""
     request = result.request
-    length = f" × {request.sequence:,}" if request.sequence > 1 else ""
+    length = f" × {request.padded_from or request.sequence:,}" if request.sequence > 1 else ""
+    padded = f", padded to {request.sequence:,}" if request.padded_from else ""
     return " · ".join(
         (
             model_name,
             f"{count_text(parameters)} parameters",
             str(result.cluster),
-            f"{request.global_batch:,}{length} {_unit(result)} a step",
+            f"{request.global_batch:,}{length} {_unit(result)} a step{padded}",
             precision_text(request.precision, request.pins.reduce_dtype),
             request.optimizer.name,
             f"budget {gib(request.budget_bytes)} a GPU",

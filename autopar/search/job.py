@@ -33,7 +33,7 @@ def search_job(
     return search(
         models, job.cluster, global_batch=job.global_batch, sequence=job.sequence, budget_bytes=job.budget_bytes,
         precision=job.precision, optimizer=job.optimizer, pins=pins, illegal=illegal,
-        coupling=data_types(program).coupling, compiled=job.compile,
+        coupling=data_types(program).coupling, compiled=job.compile, padded_from=job.padded_from,
     )  # fmt: skip
 
 
@@ -51,9 +51,10 @@ def cp_sizes(job: Job, pins: Pins) -> list[int]:
     sizes = [c for c in divisors(job.cluster.gpus) if job.sequence % c == 0]
     if pins.attention is not None:
         if not (cut := [c for c in sizes if c > 1]):
+            parts = next((f"pad_to_multiple_of={2 * c}, " for c in divisors(job.cluster.gpus) if c > 1), "")
             raise PlanError(
                 f"attention={pins.attention!r} is for cp > 1, and none divides gpus={job.cluster.gpus} and "
-                f"sequence={job.sequence}: use another length or number of GPUs, or leave it free"
+                f"sequence={job.sequence}: use {parts}another length or number of GPUs, or leave it free"
             )
         return cut
     wanted = job.sequence >= _WORTH_CUTTING or job.global_batch < job.cluster.gpus
@@ -64,10 +65,12 @@ def illegal_sizes(program: Program, job: Job, pins: Pins) -> dict[str, str]:
     """Why some tp sizes cannot be; PlanError where the pinned one cannot, or the sequence is too long."""
     values = {B: 1, S: job.sequence}
     low, high = program.sequence_range
-    if not low <= job.sequence <= high:
-        raise PlanError(f"sequence={job.sequence}: the model's forward allows {low} to {high} (a branch on the length)")
+    tokens = job.padded_from or job.sequence
+    asked = f"sequence={tokens}{f' padded to {job.sequence}' if job.padded_from else ''}"
+    if tokens < low or job.sequence > high:
+        raise PlanError(f"{asked}: the model's forward allows {low} to {high} (a branch on the length)")
     if (rows := position_rows(program)) is not None and rows < job.sequence:
-        raise PlanError(f"sequence={job.sequence}: the model's table of positions has {rows} rows; use at most {rows}")
+        raise PlanError(f"{asked}: the model's table of positions has {rows} rows; use at most {rows}")
     reasons = {tp: why_not(program, tp, values) for tp in tp_sizes(job, pins) if tp > 1}
     if pins.tp is not None and reasons.get(pins.tp):
         nodes = range(1, job.cluster.hardware.gpus_per_node + 1)

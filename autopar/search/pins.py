@@ -100,3 +100,4 @@ class Request:
     pins: Pins = Pins()
     coupling: Coupling | None = None
     compile: bool = False
+    padded_from: int | None = None  # tokens of a sample, where it is padded to `sequence`

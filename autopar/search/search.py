@@ -76,17 +76,21 @@ def search(
     illegal: Mapping[str, str] | None = None,
     coupling: Coupling | None = None,
     compiled: bool = False,
+    padded_from: int | None = None,
     keep: int = 5,
 ) -> SearchResult:
     """The fastest plans under the budget (default: the GPU's usable memory), one a mesh, `keep` in all.
 
     models: costs of each solution, of compiled layers if `compiled`; illegal: why other sizes have none, "tp=3" → why.
-    coupling: what the model forbids on the data axes. global_batch counts samples, sequence tokens.
+    coupling: what the model forbids on the data axes. global_batch counts samples, sequence tokens; padded_from:
+    those of a sample before it is padded.
     PlanError for a request that is no plan, InfeasibleError if none fits.
     """
     started, hardware, chosen = time.perf_counter(), cluster.hardware, optimizer or Optimizer()
     budget = hardware.memory_bytes if budget_bytes is None else budget_bytes
-    request = Request(global_batch, sequence, budget, precision, chosen, pins or Pins(), coupling, compiled)
+    request = Request(
+        global_batch, sequence, budget, precision, chosen, pins or Pins(), coupling, compiled, padded_from
+    )
     models = chunkable(models, request.pins)
     layers = max(1, len(models[0].layers))
     space = enumerate_space(request, cluster, layers, {(model.cp, model.tp) for model in models}, illegal or {})
@@ -200,6 +204,7 @@ def _plan(case: Case, request: Request, ranges: Ranges, recompute: tuple[Again, 
         global_batch=request.global_batch,
         micro_batch=choice.micro_batch,
         sequence=request.sequence,
+        padded_from=request.padded_from,
         stages=ranges,
         schedule=choice.schedule,
         zero=choice.zero,

@@ -93,7 +93,7 @@ def verify_folder(folder: Path, model: str | None = None, steps: int = 5) -> Com
     if original is None and not edits.places:
         return Comparison(edits, f"{why}: compared by its text alone")
     sizes = plan.global_batch, plan.sequence
-    batches = [random_batch(record.inputs, *sizes, seed) for seed in range(steps)]
+    batches = [random_batch(record.inputs, plan.global_batch, plan.tokens, seed) for seed in range(steps)]
     processes = plan.mesh.world_size
     with tempfile.TemporaryDirectory(prefix="autopar-verify-") as scratch, _naming(edits):
         if original is not None:

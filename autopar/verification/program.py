@@ -49,7 +49,7 @@ def verify_plan(job: Job, plan: Plan, steps: int) -> Parity:
     program, dropped = _without_dropout(prepare(model, _raised(job.inputs), "fp64", job.batch_norm))
     notes = [note] * bool(note) + ["dropout set to 0 on both sides"] * dropped
     source = model_source(compile_program(program, plan), plan, Predicted())
-    batches = [random_batch(inputs_of(program), plan.global_batch, plan.sequence, seed) for seed in range(steps)]
+    batches = [random_batch(inputs_of(program), plan.global_batch, plan.tokens, seed) for seed in range(steps)]
     weights, reference = train_reference(model, batches, constants_of(job), plan)
     processes = plan.mesh.world_size
     with (

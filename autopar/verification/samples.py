@@ -8,9 +8,10 @@ from typing import Any
 
 import sympy
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from ..ir.graph import Program, Role, arguments, info
+from ..ir.graph import Program, arguments, info
+from ..rules.padding import input_name
 
 _IGNORED = -100  # the target that F.cross_entropy skips by default
 
@@ -67,7 +68,7 @@ def _ranges(program: Program) -> tuple[dict[str, int], dict[str, int]]:
     ids: set[str] = set()
     for _, node in (found for found in program.each_op() if found[1].target in _SIZE_DIM):
         whole, index = arguments(node)[:2]
-        name, size = _input_name(index), int(info(whole).shape[_SIZE_DIM[node.target]])
+        name, size = input_name(index), int(info(whole).shape[_SIZE_DIM[node.target]])
         sizes[name] = min(size, sizes.get(name, size))
         if node.target is aten.embedding.default:
             ids.add(name)
@@ -75,10 +76,3 @@ def _ranges(program: Program) -> tuple[dict[str, int], dict[str, int]]:
             ignored[name] = arguments(node)[4] if len(node.args) > 4 else _IGNORED
     sizes.pop("", None)
     return sizes, {name: value for name, value in ignored.items() if name not in ids}
-
-
-def _input_name(node: Any) -> str:
-    """The model's input that a node is a view of; "" for none."""
-    while isinstance(node, fx.Node) and info(node).role is not Role.INPUT:
-        node = node.args[0] if node.args else None
-    return info(node).ref if isinstance(node, fx.Node) else ""

@@ -45,6 +45,7 @@ def small_enough(job: Job, plan: Plan) -> tuple[nn.Module, Plan, str]:
     small = replace(
         plan, mesh=mesh, stages=stages, schedule=schedule, recompute=recompute, micro_batch=1,
         global_batch=2 * mesh.pp * mesh.dp, sequence=32, hsdp=2 if grouped else None,
+        padded_from=29 if plan.padded_from else None,
     )  # fmt: skip
     return _shrunk(job.model, layers), small, f"shrunk to {layers} narrow layers on {mesh}"
 

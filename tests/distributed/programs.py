@@ -108,6 +108,7 @@ class Subject:
         hsdp: int | None = None,
         offload: bool = False,
         virtual_stages: int = 1,
+        padded_from: int | None = None,
     ) -> Plan:
         layers = len(self.program.layer_calls)
         plan = Plan(
@@ -115,6 +116,7 @@ class Subject:
             global_batch=global_batch,
             micro_batch=micro_batch,
             sequence=sequence,
+            padded_from=padded_from,
             stages=stages(layers, pp * virtual_stages),
             schedule=schedule if pp > 1 else "none",
             zero=zero,
