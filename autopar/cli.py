@@ -32,8 +32,7 @@ from .verification.folder import verify_folder
 
 _PINS = (
     "pp", "dp", "cp", "tp", "zero", "hsdp", "offload", "micro_batch", "schedule", "virtual_stages", "recompute",
-    "loss_chunks",
-    "reduce_dtype", "attention",
+    "loss_chunks", "reduce_dtype", "attention",
 )  # fmt: skip
 _OF_THE_PLAN = (
     "sequence", "pad_to_multiple_of", "global_batch", "precision", "optimizer", "lr", "sequence_parallel", "forbid",
