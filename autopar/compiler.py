@@ -18,7 +18,7 @@ from .ir.graph import B, Program, S
 from .ir.text import program_text
 from .ir.units import read_elsewhere
 from .mesh import Mesh
-from .passes import CONTEXT, PASSES, PREPARE, Pass
+from .passes import CONTEXT, HEADS, PASSES, PREPARE, Pass
 from .passes.insert_conversions import InsertConversions
 from .passes.shard_parameters import ShardParameters
 from .plan import Plan, Solution
@@ -81,6 +81,13 @@ def sequence_only(program: Program, cp: int, tp: int, sequence: int, context: st
     """A plan that does nothing but cut sequences over cp, by the layout `context`."""
     stages = ((0, len(program.layer_calls)),)
     return Plan(Mesh(cp=cp, tp=tp), 1, 1, sequence, stages, context=Solution(cp, {}, context))
+
+
+def with_heads(program: Program, plan: Plan) -> Program:
+    """The program on which the placements over cp are solved: with as many K/V heads as the plan's layout wants."""
+    for step in HEADS:
+        program = step.apply(program, plan)
+    return program
 
 
 def cut_sequence(program: Program, plan: Plan) -> Program:

@@ -8,13 +8,12 @@ from typing import NamedTuple
 
 import sympy
 
-from .compiler import cut_sequence, sequence_only
+from .compiler import cut_sequence, sequence_only, with_heads
 from .cost_models.describe import describe
 from .cost_models.layer_costs import ModelCosts
 from .errors import InfeasibleError, PlanError, TypeCheckError
 from .ir.graph import B, Program, S, info, node_inputs
 from .passes.cut_sequence import check_length
-from .passes.repeat_heads import RepeatHeads
 from .plan import Plan, Solution
 from .request import Job
 from .rules import Axis, rule_of
@@ -104,7 +103,7 @@ class _Solver:
         if layout is not ULYSSES and _drops(self.program):
             raise InfeasibleError("attention dropout: its ranks would draw other masks than one device; set it to 0")
         plan = sequence_only(self.program, cp, tp, self.job.sequence, layout.name)
-        prepared = RepeatHeads().apply(self.program, plan)
+        prepared = with_heads(self.program, plan)
         costs = TimeCosts(self.job.cluster.hardware, self.job.precision, cp, values, axis="cp")
         axis = context_axis(self.program, cp, values, layout.name, tp)
         check_length(self.job.sequence, cp, axis.parts > cp)

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from autopar.cost_models.again import Move, again_costs, largest
+from autopar.cost_models.attention import needed_share, pairs
 from autopar.cost_models.fusion import fused
 from autopar.cost_models.halves import halves, keeps_gradient
 from autopar.cost_models.layer_costs import CHUNKS, LayerCosts, ModelCosts, OpCost, Transfer
@@ -44,7 +45,6 @@ from autopar.ir.ops import gathered_attention, ring_attention
 from autopar.placement import Placement, Strategy
 from autopar.plan import Solution
 from autopar.rules import Axis, Rule, rule_of
-from autopar.rules.arguments import option
 from autopar.rules.data_axis import DataTypes, data_types, is_batch_statistic
 from autopar.rules.saved import Saved, local_bytes, numel, tensor_bytes
 
@@ -77,6 +77,7 @@ def op_cost(node: fx.Node, strategy: Strategy, rule: Rule, tp: int) -> OpCost:
         backward_bytes=backward,
         sharded=sharded,
         halves=halves(node, rule),
+        needed=needed_share(node),
     )
 
 
@@ -112,7 +113,7 @@ def describe(
     layers = tuple(call.block for call in program.layer_calls)
     every = [(costs[name], program.count(name)) for name in costs]
     work = sum(n * c.model_flops for c, n in every)
-    done = sum(n * op.forward_flops for c, n in every for op in c.ops if op.sharded)
+    done = sum(n * op.model_flops for c, n in every for op in c.ops if op.sharded)
     # On one rank the sharded part is 1/tp of the model's.
     whole = float((work - done).subs(dict(values)))
     divided = float(done.subs(dict(values))) * solution.ranks if done else 0.0
@@ -268,21 +269,9 @@ def _flops(operands: list[NodeInfo], result: NodeInfo, rule: Rule, node: fx.Node
                 sizes.setdefault(factor, size)
     if rule.kind == "matmul":
         return 2 * numel(tuple(sizes.values()))
-    # Two products, over e and over f; half of the pairs when causal.
-    pairs = sizes["b"] * operands[0].shape[1] * sizes["s"] * sizes["t"]
-    ranks = sizes["t"] / sizes["s"] if node.target is gathered_attention else sympy.Integer(1)
-    if node.target is ring_attention:
-        ranks = sympy.Integer(int(option(node, "ranks")))
-        pairs *= ranks
-    return 2 * pairs * (sizes["e"] + sizes["f"]) * _seen(node, ranks)
-
-
-def _seen(node: fx.Node, ranks: sympy.Expr) -> sympy.Expr:
-    """The share of the pairs that the busiest rank computes: half if causal; in order, the last rank of cp has most."""
-    if not option(node, "is_causal"):
-        return sympy.Integer(1)
-    half = sympy.Rational(1, 2)
-    return half if ranks == 1 or option(node, "zigzag") else 1 - half / ranks
+    # Two products, over e and over f.
+    each = sizes["b"] * operands[0].shape[1] * (sizes["e"] + sizes["f"])
+    return 2 * each * pairs(node, sizes["s"], sizes["t"])
 
 
 def _local_numel(shape: Shape, placement: Placement, axis: Axis) -> int:

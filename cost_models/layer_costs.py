@@ -29,6 +29,12 @@ class OpCost:
     sharded: bool  # tp divides its work
     launches: tuple[sympy.Expr, sympy.Expr] | None = None  # kernels forward and backward, where not those of its kind
     halves: tuple[float, float] = (1.0, 0.0)  # of backward, where gradients of inputs and of weights come apart
+    needed: sympy.Expr = sympy.Integer(1)  # the share of its FLOPs that the model needs: a mask's kernel does all
+
+    @property
+    def model_flops(self) -> sympy.Expr:
+        """Forward FLOPs that the model needs of it."""
+        return self.forward_flops * self.needed
 
 
 @dataclass(frozen=True)
@@ -92,8 +98,8 @@ class LayerCosts:
 
     @property
     def model_flops(self) -> sympy.Expr:
-        """Forward FLOPs on this rank."""
-        return sympy.Add(*(op.forward_flops for op in self.ops))
+        """Forward FLOPs that the model needs on this rank."""
+        return sympy.Add(*(op.model_flops for op in self.ops))
 
 
 @dataclass(frozen=True)

@@ -45,20 +45,20 @@ def op_transfers(node: fx.Node, strategy: Strategy) -> list[Transfer]:
 def context_transfers(node: fx.Node, strategy: Strategy, tp: int) -> list[Transfer]:
     """What the ranks of cp exchange: conversions over it, and the keys and values of ring attention.
 
-    A ring sends each rank's K and V on ranks − 1 times, in backward again, and with them their gradients, in fp32
-    for half precision (autopar/runtime/attention.py).
+    A ring sends each rank's K and V on ranks − 1 times, or no further than a sliding window reaches, in backward again,
+    and with them their gradients, in fp32 for half precision (autopar/runtime/attention.py).
     """
     result = info(node)
     if node.target is ring_attention:
-        ranks = int(option(node, "ranks"))
+        hops = int(option(node, "hops"))
         sent = [(info(n), p) for n, p in zip(node_inputs(node)[1:], strategy.inputs[1:], strict=True)]
         own = sympy.Add(*(local_bytes(facts, placement, tp) for facts, placement in sent))
         if strategy.inputs[0].is_shard and not strategy.inputs[1].is_shard:  # each rank of tp sends one head
             own = own / sent[0][0].shape[1]
-        transfers = [Transfer("send", own, "forward", "cp", ranks - 1, node.name)]
+        transfers = [Transfer("send", own, "forward", "cp", hops, node.name)]
         if result.requires_grad:
             both = own + own / result.dtype.itemsize * max(4, result.dtype.itemsize)
-            transfers.append(Transfer("send", both, "backward", "cp", ranks - 1, node.name))
+            transfers.append(Transfer("send", both, "backward", "cp", hops, node.name))
         return transfers
     if node.target is not convert or arguments(node)[3] != "cp":
         return []

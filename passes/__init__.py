@@ -1,4 +1,7 @@
-"""The ordered lists of passes: PREPARE before the search, CONTEXT to cut sequences over cp, PASSES after it."""
+"""The ordered lists of passes: PREPARE before the search, CONTEXT to cut sequences over cp, PASSES after it.
+
+HEADS are those of CONTEXT that come before the placements on cp are solved.
+"""
 
 from .base import Pass
 from .chunk_loss import ChunkLoss
@@ -7,6 +10,7 @@ from .cut_sequence import CutSequence
 from .decompose import Decompose
 from .eliminate_dead_code import EliminateDeadCode
 from .fit_literals import FitLiterals
+from .group_heads import GroupHeads
 from .insert_casts import InsertCasts
 from .insert_conversions import InsertConversions
 from .insert_data_conversions import InsertDataConversions
@@ -14,6 +18,7 @@ from .insert_recompute import InsertRecompute
 from .lower_conversions import LowerConversions
 from .normalize_loss import NormalizeLoss
 from .raise_islands import RaiseIslands
+from .read_masks import ReadMasks
 from .read_positions import ReadPositions
 from .repeat_heads import RepeatHeads
 from .shard_parameters import ShardParameters
@@ -25,6 +30,7 @@ PREPARE: tuple[Pass, ...] = (
     Clean(),  # first: the patterns below are written for canonical casts and views
     FitLiterals(),
     ReadPositions(),
+    ReadMasks(),
     Decompose(),
     SplitProjections(),  # after decompose: it has written splits as slices, biases as adds
     SplitParameters(),  # after split_projections: it has moved slices of products to their weights
@@ -32,8 +38,13 @@ PREPARE: tuple[Pass, ...] = (
     RaiseIslands(),
 )
 
+HEADS: tuple[Pass, ...] = (
+    GroupHeads(),
+    RepeatHeads(),  # after group_heads: by no more than it takes
+)
+
 CONTEXT: tuple[Pass, ...] = (
-    RepeatHeads(),  # first: the placements are solved with it
+    *HEADS,  # first: the placements are solved with them
     ShardParameters("cp"),
     InsertConversions("cp"),
     CutSequence(),  # last: of sizes it knows the placements alone
@@ -51,4 +62,4 @@ PASSES: tuple[Pass, ...] = (
     EliminateDeadCode(),
 )
 
-__all__ = ["CONTEXT", "PASSES", "PREPARE", "Pass"]
+__all__ = ["CONTEXT", "HEADS", "PASSES", "PREPARE", "Pass"]

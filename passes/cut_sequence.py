@@ -10,12 +10,13 @@ import torch
 from torch import fx
 
 from autopar.errors import PlanError
-from autopar.ir.graph import COUNT, NodeInfo, Program, Role, S, Shape, info, node_inputs, set_info
+from autopar.ir.graph import COUNT, NodeInfo, Program, Role, S, Shape, info, node_inputs, set_info, update_info
 from autopar.ir.ops import gathered_attention, ring_attention
+from autopar.ir.values import drop_unread
 from autopar.placement import Shard
 from autopar.plan import Plan, nearest_lengths
 from autopar.rules.arguments import option
-from autopar.rules.attention import is_zigzag
+from autopar.rules.attention import is_causal, is_zigzag
 
 aten = torch.ops.aten
 
@@ -31,6 +32,7 @@ class CutSequence:
         ids [b, s], x [b, s, d]: S(1)           |   ids [b, 2·s], x [b, s, d]
         attention(q, k, v): S(2), S(2), S(2)    |   ring_attention(q, k, v, axis="cp", ranks=2)
         attention(q, k, v, causal): S(2), Rp…   |   gathered_attention(q, k, v, axis="cp")
+        attention(q, k, v, mask)  # window=5    |   ring_attention(q, k, v, axis="cp", ranks=2, window=5)
     """
 
     name: ClassVar[str] = "cut_sequence"
@@ -43,7 +45,7 @@ class CutSequence:
         if program.opaque:
             names = ", ".join(program.opaque)
             raise PlanError(f"cp={ranks}: {names} is kept whole, so its gradients would count {ranks} times: use cp=1")
-        zigzag = is_zigzag(program, plan.context.name)
+        zigzag = is_zigzag(program, plan.context.name, ranks, plan.sequence)
         check_length(plan.sequence, ranks, zigzag)
         program = program.copy_blocks()
         for block in program.blocks.values():
@@ -51,13 +53,13 @@ class CutSequence:
                 continue
             for node in block.ops:
                 if node.target is _ATTENTION:
-                    _cut_attention(node, ranks, zigzag)
+                    _cut_attention(node, plan, zigzag)
             for node in block.nodes:
                 node.args = _longer(node.args, ranks)
                 node.kwargs = _longer(node.kwargs, ranks)
                 set_info(node, _local(info(node), ranks))
         inputs = {name: replace(t, shape=_scaled(t.shape, ranks)) for name, t in program.inputs.items()}
-        return replace(program, inputs=inputs, zigzag=zigzag)
+        return drop_unread(replace(program, inputs=inputs, zigzag=zigzag))  # masks, where a window says the same
 
 
 def check_length(sequence: int, ranks: int, zigzag: bool) -> None:
@@ -97,17 +99,30 @@ def _longer(argument: Any, ranks: int) -> Any:
     return _length(argument, ranks) if isinstance(argument, sympy.Expr) else argument
 
 
-def _cut_attention(node: fx.Node, ranks: int, zigzag: bool) -> None:
+def _cut_attention(node: fx.Node, plan: Plan, zigzag: bool) -> None:
     """The function that computes fused attention under the node's strategy."""
-    strategy = info(node).strategy
+    strategy, ranks = info(node).strategy, plan.mesh.cp
     assert strategy is not None
     q, k = strategy.inputs[:2]
-    causal = bool(option(node, "is_causal"))
+    causal, window = is_causal(node), info(node).window
+    if window is not None and window >= plan.sequence:  # it has all keys up to the row's own
+        window = None
     options = {"axis": "cp", "is_causal": causal, "zigzag": zigzag and causal, "scale": option(node, "scale")}
+    if window is not None:
+        options["window"] = window
     if q == k == Shard(2):
-        node.target, node.kwargs = ring_attention, {**options, "ranks": ranks}
+        hops = _hops(ranks, plan.sequence // ranks, zigzag, window)
+        node.target, node.kwargs = ring_attention, {**options, "ranks": ranks, "hops": hops}
     elif q == Shard(2) and causal:
         node.target, node.kwargs = gathered_attention, options
     else:
         return
     node.args = tuple(node_inputs(node)[:3])
+    update_info(node, window=None)
+
+
+def _hops(ranks: int, tokens: int, zigzag: bool, window: int | None) -> int:
+    """How often K and V of a rank, of so many tokens, are passed on: until no rank after it has rows that see them."""
+    if window is None or zigzag and window > 1:  # in zigzag, the rank before has the chunk after
+        return ranks - 1
+    return min(ranks - 1, -(-(window - 1) // tokens))

@@ -9,6 +9,7 @@ from torch import fx
 
 from ..ir.graph import arguments, info, node_inputs, op_name
 from ..ir.ops import gathered_attention, is_collective, ring_attention
+from ..rules.arguments import option
 from .text import Render, Text, literal
 
 Writer = Callable[[fx.Node, Render], Text]
@@ -37,6 +38,7 @@ def _attention(node: fx.Node, render: Render) -> Text:
         imports.add("heads.head_of")
     given = [q, k, v, f'axis="{node.kwargs["axis"]}"']
     given += [f"{flag}=True" for flag in ("is_causal", "zigzag") if node.kwargs[flag]]
+    given += [f"window={node.kwargs['window']}"] if option(node, "window") is not None else []
     given += [f"scale={literal(node.kwargs['scale'])}"] if node.kwargs["scale"] is not None else []
     return Text(f"{name}({', '.join(given)})", imports=frozenset(imports))
 

@@ -49,7 +49,8 @@ class NodeInfo:
     relative to the call's path, a keyword input, or (VALUE) the position among the call's inputs.
     `module` is the path of the module that ran the op and `source` the user's line; `island` what is in fp32 from here
     on, though the author computes it in half precision. `context`: how the value lies on cp, once shapes
-    are those of one of its ranks.
+    are those of one of its ranks. `window`: of attention, what its mask is shown to be: causal, with so many of the
+    last keys.
     """
 
     shape: Shape
@@ -62,6 +63,7 @@ class NodeInfo:
     strategy: Strategy | None = None
     island: str = ""
     context: Placement | None = None
+    window: int | None = None
 
     @property
     def placement(self) -> Placement:

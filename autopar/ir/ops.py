@@ -32,13 +32,36 @@ COLLECTIVES: dict[str, Callable[..., Any]] = {
 
 
 def ring_attention(
-    q: Any, k: Any, v: Any, *, axis: str, ranks: int, is_causal: bool, zigzag: bool, scale: float | None
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    axis: str,
+    ranks: int,
+    hops: int,
+    is_causal: bool,
+    zigzag: bool,
+    window: int | None = None,
+    scale: float | None,
 ) -> Any:
-    """Attention of this rank's part of the sequence to all of it: K and V go around the `ranks` of the axis."""
+    """Attention of this rank's part of the sequence to all of it: K and V go around the `ranks` of the axis.
+
+    hops: how often those of a rank are passed on, at most.
+    """
     raise AssertionError("a graph node, not to be called")
 
 
-def gathered_attention(q: Any, k: Any, v: Any, *, axis: str, is_causal: bool, zigzag: bool, scale: float | None) -> Any:
+def gathered_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    axis: str,
+    is_causal: bool,
+    zigzag: bool,
+    window: int | None = None,
+    scale: float | None,
+) -> Any:
     """Attention of this rank's part of the sequence to keys and values that are whole."""
     raise AssertionError("a graph node, not to be called")
 

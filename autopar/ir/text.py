@@ -33,7 +33,8 @@ def block_text(block: Block) -> str:
         shape = ", ".join(map(str, facts.shape))
         placed = f" {facts.placement}" if facts.strategy else ""
         what = f"{facts.role.value} {facts.ref}" if node.op == "placeholder" else _expression(node)
-        lines.append(f"  {node.name}: [{shape}]{placed} = {what}")
+        shown = f"  # window={facts.window}" if facts.window is not None else ""
+        lines.append(f"  {node.name}: [{shape}]{placed} = {what}{shown}")
     return "\n".join(lines)
 
 

@@ -3,6 +3,8 @@
 On cp the queries of a rank are a part of the sequence: they meet all keys, gathered, or sent around in a ring.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import fx
 
@@ -53,27 +55,41 @@ def _one_group(node: fx.Node, masks: tuple[Dims, ...]) -> Strategy:
 def _over_sequence(node: fx.Node, masks: tuple[Dims, ...]) -> tuple[Strategy, ...]:
     """Ring attention (K and V sharded as q is) where no mask is in the way; K and V whole, each rank its rows of q.
 
-    Ranks would draw other masks of dropout than one device: none of the two with dropout.
+    A mask that only says what a window says is not in the way, and not read. Ranks would draw other masks of dropout
+    than one device: none of the two with dropout.
     """
     q, k, *_ = (info(n) for n in node_inputs(node))
     if option(node, "dropout_p") or is_causal(node) and q.shape[2] != k.shape[2]:
         return ()
     whole = [GRAD_PARTIAL if info(n).requires_grad else REPLICATE for n in node_inputs(node)]
-    rows = [Shard(m.index("s")) if "s" in m else p for m, p in zip(masks, whole[3:], strict=True)]
-    gathered = Strategy((Shard(2), *whole[1:3], *rows), Shard(2))
-    ring = Strategy((Shard(2),) * 3, Shard(2))
-    return (gathered,) if masks else (ring, gathered)
+    unread = whole[3:]
+    gathered = Strategy((Shard(2), *whole[1:3], *unread), Shard(2))
+    ring = Strategy((*(Shard(2),) * 3, *unread), Shard(2))
+    if not masks or info(node).window is not None:
+        return ring, gathered
+    rows = [Shard(m.index("s")) if "s" in m else p for m, p in zip(masks, unread, strict=True)]
+    return (replace(gathered, inputs=(*gathered.inputs[:3], *rows)),)
 
 
-def is_zigzag(program: Program, layout: str) -> bool:
-    """Whether a layout of cp cuts sequences in zigzag: where some attention is causal, and no heads are cut."""
+def is_zigzag(program: Program, layout: str, ranks: int, sequence: int) -> bool:
+    """Whether a layout of cp cuts sequences in zigzag: where that makes some causal attention faster, no heads cut."""
     ops = (node for _, node in program.each_op())
-    return layout in ("ring", "all_gather") and any(n.target in _FUSED and is_causal(n) for n in ops)
+    return layout in ("ring", "all_gather") and any(
+        node.target in _FUSED and is_causal(node) and not _is_short(info(node).window, ranks, sequence) for node in ops
+    )
+
+
+def _is_short(window: int | None, ranks: int, sequence: int) -> bool:
+    """Whether even in zigzag some rank has only rows that see a whole window: the last one, with those in the middle.
+
+    Then its work is that of the busiest rank in order, where a ring can end once the window is passed.
+    """
+    return window is not None and 2 * ranks * window <= (ranks - 1) * sequence
 
 
 def is_causal(node: fx.Node) -> bool:
-    """Whether each query meets only the keys up to its own position."""
-    return bool(option(node, "is_causal"))
+    """Whether each query meets only the keys up to its own position, all of them or a window of the last."""
+    return bool(option(node, "is_causal")) or info(node).window is not None
 
 
 _FUSED = {aten.scaled_dot_product_attention.default}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ..ir.graph import Program
+from ..ir.graph import Program, info
 from ..placement import Shard, Strategy
 from ..plan import Solution
 from ..rules import rule_of
@@ -15,15 +15,26 @@ _WAYS = {
     "gathered": "keys and values gathered",
     "whole": "all of it on every rank",
 }
+_MASKED = "by a mask of all pairs"
+_HELD = {
+    "ring": "no mask held, K and V sent no further than it reaches",
+    "gathered": "no mask held",
+    "heads": _MASKED,
+    "whole": _MASKED,
+}
 _WANTED = {"ring": "ring", "ulysses": "heads", "all_gather": "gathered"}
 
 
 def context_note(program: Program, context: Solution) -> str:
     """How the fused attentions meet the whole sequence, and which do otherwise than the layout says; "" without cp."""
     ways: Counter[str] = Counter()
+    windows: Counter[str] = Counter()
     for block, node in program.each_op():
         if context.ranks > 1 and rule_of(node).kind == "attention":
-            ways[_way(context.strategies[block.name][node.name])] += program.count(block.name)
+            way = _way(context.strategies[block.name][node.name])
+            ways[way] += program.count(block.name)
+            if (window := info(node).window) is not None:
+                windows[f"a sliding window of {window} keys, {_HELD[way]}"] += program.count(block.name)
     if not ways:
         return ""
     own = _WANTED.get(context.name, "")
@@ -31,7 +42,7 @@ def context_note(program: Program, context: Solution) -> str:
         f"{n} with {_WAYS[way]}, as a mask or the heads want it" for way, n in ways.items() if way != own
     )
     said = f"cp={context.ranks}: {ways[own]} of {ways.total()} attentions by {_WAYS[own]}" if own else ""
-    return "; ".join(filter(None, (said, others)))
+    return "; ".join(filter(None, (said, others, *(f"{n} in {window}" for window, n in windows.items()))))
 
 
 def _way(strategy: Strategy) -> str:

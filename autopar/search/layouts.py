@@ -50,7 +50,7 @@ CONTEXT_LAYOUTS = (RING, ULYSSES, ALL_GATHER)
 
 def context_axis(program: Program, ranks: int, values: Mapping[sympy.Symbol, int], layout: str, tp: int) -> Axis:
     """The axis cp. Only Ulysses shards more than the sequence: in the others its order may be zigzag."""
-    parts = 2 * ranks if is_zigzag(program, layout) else ranks
+    parts = 2 * ranks if is_zigzag(program, layout, ranks, values[S]) else ranks
     heads = layout == ULYSSES.name
     return Axis("cp", ranks, sequence=True, model=heads, context=True, inner=tp, parts=parts, values=dict(values))
 

@@ -186,7 +186,7 @@ def _fingerprint(block: Block) -> tuple[Any, ...]:
     lines: list[Any] = []
     for node in block.graph.nodes:
         facts = info(node) if node.op != "output" else None
-        what = (facts.shape, facts.dtype, facts.role, facts.ref, facts.requires_grad) if facts else ()
+        what = (facts.shape, facts.dtype, facts.role, facts.ref, facts.requires_grad, facts.window) if facts else ()
         lines.append((str(node.target) if node.op == "call_function" else "", show(node.args), str(what)))
         lines.append(show(tuple(sorted(node.kwargs.items()))))
     return tuple(lines)

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ..ir.build import eliminate_dead
-from ..ir.graph import PROLOGUE, TABLES, Call, Program, arguments
+from ..ir.graph import Call, Program, arguments
+from ..ir.values import drop_unread
 from ..runtime.trees import tree_leaves
 
 _FEWEST = 6  # shorter lists are traced whole
@@ -156,7 +156,7 @@ def stand_in_call(path: str, nodes: Sequence[fx.Node], calls: Sequence[Call]) ->
 
 def complete(program: Program, stand_ins: Sequence[str]) -> Program:
     """The program once the stand-ins at these paths are calls: their parameters, and no value that nobody reads."""
-    return _drop_unread(_with_repeated_parameters(program, stand_ins)) if stand_ins else program
+    return drop_unread(_with_repeated_parameters(program, stand_ins)) if stand_ins else program
 
 
 def _with_repeated_parameters(program: Program, stand_ins: Sequence[str]) -> Program:
@@ -176,19 +176,3 @@ def _with_repeated_parameters(program: Program, stand_ins: Sequence[str]) -> Pro
                 parameters |= dict(zip(parts, (program.parameters[p] for p in entry.parts), strict=True))
                 fused[own + original.removeprefix(second)] = replace(entry, parts=parts)
     return replace(program, parameters=parameters, fused=fused)
-
-
-def _drop_unread(program: Program) -> Program:
-    """Stand-ins are given values that the layer's block does not read: no block need return them."""
-    read = {value for call in program.calls for value in call.inputs}
-    calls, blocks = list(program.calls), dict(program.blocks)
-    for i, call in enumerate(calls):
-        if call.block not in (TABLES, PROLOGUE) or all(value in read for value in call.outputs):
-            continue
-        block = blocks[call.block].copy()
-        kept = [(v, n) for v, n in zip(call.outputs, block.results, strict=True) if v in read]
-        block.output.args = (tuple(node for _, node in kept),)
-        eliminate_dead(block.graph)
-        blocks[call.block] = block
-        calls[i] = replace(call, outputs=tuple(value for value, _ in kept))
-    return replace(program, blocks=blocks, calls=tuple(calls))

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.compiler import compile_program, cut_sequence
+from autopar.compiler import compile_program, cut_sequence, with_heads
 from autopar.cost_models.hardware import gpu
 from autopar.emit.emission import Predicted
 from autopar.emit.load import load_source
@@ -25,7 +25,6 @@ from autopar.emit.source import model_source
 from autopar.ir.graph import B, Program, S
 from autopar.mesh import Mesh
 from autopar.parity import relative_errors
-from autopar.passes.repeat_heads import RepeatHeads
 from autopar.plan import Optimizer, Plan, Solution
 from autopar.recompute import Again, choice, whole_layers
 from autopar.rules import Axis
@@ -139,7 +138,7 @@ class Subject:
         # Of sizes so small the cheapest is to do everything everywhere: priced at those of real models.
         costs = TimeCosts(gpu("h100-sxm-80gb"), self.precision, cp, {B: 1, S: 8192}, axis="cp")
         axis = context_axis(self.program, cp, values, layout.name, plan.mesh.tp)
-        return solve(RepeatHeads().apply(self.program, plan), axis, costs, layout)
+        return solve(with_heads(self.program, plan), axis, costs, layout)
 
     def solution(self, plan: Plan, layout: Layout, costs: Costs | None = None) -> Solution:
         tp = plan.mesh.tp

@@ -6,12 +6,13 @@ import pytest
 
 from autopar.errors import PlanError
 from autopar.ir.custom import OpaqueCall
-from autopar.ir.graph import Program
+from autopar.ir.graph import Program, update_info
 from autopar.ir.text import program_text
-from autopar.passes.cut_sequence import CutSequence
+from autopar.passes.cut_sequence import CutSequence, _hops
 from autopar.passes.insert_conversions import InsertConversions
 from autopar.passes.shard_parameters import ShardParameters
 from autopar.plan import Plan
+from autopar.runtime.tiles import Layout, hops
 from tests.passes.programs import context_plan, read
 
 _LAYER = """
@@ -100,3 +101,74 @@ def test_a_module_that_is_kept_whole_is_refused() -> None:
 def test_one_rank_has_the_whole_sequence() -> None:
     program = read(_LAYER.format(causal=True))
     assert CutSequence().apply(program, context_plan(cp=1)) is program
+
+
+_WINDOW = """
+block tables:
+  p: [s] int = arange(s)
+  i: [s, 1] int = unsqueeze(p, 1)
+  j: [1, s] int = unsqueeze(p, 0)
+  le: [s, s] bool = le.Tensor(j, i)
+  m: [s, s] bool = triu(le, {first})
+  return m
+
+block Layer:
+  x: [b, 2, s, 4] = value 0
+  mask: [s, s] bool = value 1
+  a: [b, 2, s, 4] = scaled_dot_product_attention(x, x, x, mask)
+  return a
+
+mask = tables()
+y1 = Layer(y0, mask)  # layers.0
+y2 = Layer(y1, mask)  # layers.1
+"""
+_TABLES = "\n".join(f"tables.{name}: {kind}" for name, kind in {
+    "p": "-> R", "i": "R -> R", "j": "R -> R", "le": "R, R -> R", "m": "R -> R"}.items())  # fmt: skip
+
+
+def cut_window(attention: str, layout: str, window: int, sequence: int = 16, cp: int = 2) -> Program:
+    strategies = f"{_TABLES}\nLayer.x: -> S(2)\nLayer.mask: -> R\nLayer.a: {attention}"
+    program = read(_WINDOW.format(first=1 - window))
+    (node,) = program.blocks["Layer"].ops
+    update_info(node, window=window)
+    plan = context_plan(strategies, cp=cp, layout=layout, sequence=sequence)
+    for step in (ShardParameters("cp"), InsertConversions("cp"), CutSequence()):
+        program = step.apply(program, plan)
+    return program
+
+
+def test_a_window_needs_no_mask() -> None:
+    """Nor do the tables that only made it."""
+    program = cut_window("S(2), S(2), S(2), R -> S(2)", "ring", window=4)
+    assert set(program.blocks) == {"Layer"} and [c.inputs for c in program.calls] == [("y0",), ("y1",)]
+    assert not program.zigzag  # each row has 4 keys, or fewer, in either order
+    (line,) = (line for line in lines_of(program) if "ring_attention" in line)
+    assert "is_causal=True" in line and "window=4" in line and "hops=1" in line and "#" not in line
+    program = cut_window("S(2), Rp, Rp, R -> S(2)", "all_gather", window=4)
+    assert "gathered_attention(x, convert, convert, " in "".join(lines_of(program)) and "tables" not in program.blocks
+
+
+@pytest.mark.parametrize(("window", "zigzag"), [(4, False), (5, True), (15, True)])
+def test_a_long_window_wants_equal_work(window: int, zigzag: bool) -> None:
+    program = cut_window("S(2), S(2), S(2), R -> S(2)", "ring", window)
+    assert program.zigzag is zigzag and f"zigzag={zigzag}, " in "".join(lines_of(program))
+
+
+@pytest.mark.parametrize("window", [16, 17])
+def test_a_window_of_the_whole_sequence_is_plain_causal(window: int) -> None:
+    program = cut_window("S(2), S(2), S(2), R -> S(2)", "ring", window)
+    assert program.zigzag and "window" not in "".join(lines_of(program))
+
+
+def test_heads_exchanged_for_the_sequence_meet_the_mask() -> None:
+    program = cut_window("S(1), S(1), S(1), R -> S(1)", "ulysses", window=4)
+    assert "scaled_dot_product_attention(convert, convert, convert, mask)  # window=4" in "\n".join(lines_of(program))
+    assert "tables" in program.blocks and not program.zigzag
+
+
+@pytest.mark.parametrize("cp", [2, 4, 8])
+@pytest.mark.parametrize("zigzag", [False, True])
+def test_keys_are_passed_on_as_often_as_the_runtime_does(cp: int, zigzag: bool) -> None:
+    for window in (*range(1, 32), None):
+        layout = Layout(cp, 4, 4, True, zigzag, window)
+        assert _hops(cp, 4, zigzag, window) == max(hops(layout, block) for block in range(cp)), window

@@ -1,0 +1,64 @@
+"""The values that pass between the blocks of a program."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from .graph import TABLES, Block, Program, Role, info, update_info
+
+
+def drop_unread(program: Program) -> Program:
+    """The program without values that their readers do not use, and without the ops that only these need."""
+    while (smaller := _unread_results(_unread_inputs(program))) is not program:
+        program = smaller
+    return program
+
+
+def _unread_inputs(program: Program) -> Program:
+    """Calls pass only what their blocks read."""
+    blocks, calls = dict(program.blocks), program.calls
+    for name, block in program.blocks.items():
+        block = _without_dead_code(block.copy())
+        unread = {int(info(n).ref): n for n in block.placeholders(Role.VALUE) if not n.users}
+        if not unread:
+            continue
+        for node in unread.values():
+            block.graph.erase_node(node)
+        for node in block.placeholders(Role.VALUE):
+            place = int(info(node).ref)
+            update_info(node, ref=str(place - sum(other < place for other in unread)))
+        blocks[name] = block
+        calls = tuple(replace(c, inputs=_without(c.inputs, unread)) if c.block == name else c for c in calls)
+    return program if calls == program.calls else replace(program, blocks=blocks, calls=calls)
+
+
+def _unread_results(program: Program) -> Program:
+    """Blocks give only what some call reads; tables without results go."""
+    read = {value for call in program.calls for value in call.inputs}
+    blocks, calls = dict(program.blocks), program.calls
+    for name, block in program.blocks.items():
+        own = [call for call in calls if call.block == name and call.outputs]
+        unread = {i for i in range(len(block.results)) if own and not any(c.outputs[i] in read for c in own)}
+        if not unread:
+            continue
+        blocks[name] = block = block.copy()
+        block.output.args = (tuple(n for i, n in enumerate(block.results) if i not in unread),)
+        _without_dead_code(block)
+        calls = tuple(replace(c, outputs=_without(c.outputs, unread)) if c in own else c for c in calls)
+        if name == TABLES and not block.results:
+            del blocks[name]
+            calls = tuple(call for call in calls if call.block != name)
+    return program if calls == program.calls else replace(program, blocks=blocks, calls=calls)
+
+
+def _without_dead_code(block: Block) -> Block:
+    """In place, without what nothing reads; what is passed by position stays."""
+    for node in reversed(block.nodes):
+        if not node.users and info(node).role is not Role.VALUE:
+            block.graph.erase_node(node)
+    return block
+
+
+def _without(names: Sequence[str], places: Collection[int]) -> tuple[str, ...]:
+    return tuple(name for place, name in enumerate(names) if place not in places)
