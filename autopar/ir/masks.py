@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 import torch
@@ -19,7 +19,7 @@ from .graph import Shape, info
 aten = torch.ops.aten
 
 Condition = frozenset[sympy.Expr]
-Value = sympy.Expr | Condition
+Value: TypeAlias = "sympy.Expr | Condition"
 
 _NEVER: Condition = frozenset({sympy.Integer(-1)})
 

@@ -21,6 +21,7 @@ from autopar.search.layouts import ALL_GATHER, MEGATRON_SP, RING, ULYSSES, Layou
 from tests.distributed.programs import SEQUENCE, Subject, batches, local_batch, trainer_of
 from tests.distributed.recorder import DataCollectives
 from tests.distributed.test_context import encoder, llama
+from tests.distributed.test_windows import mistral
 from tests.harness import run_ranks
 
 SAMPLES = 4
@@ -103,6 +104,20 @@ def test_s16_a_ring_sends_the_heads_of_keys_and_values(cp: int) -> None:
         assert forward.sent_bytes == layers * (cp - 1) * own == layers * model["forward", "bytes"]
         assert backward.sent_bytes == layers * model["backward", "bytes"]
         assert set(forward.calls) == {"send", "recv_"}
+
+
+def test_a_short_window_ends_the_ring() -> None:
+    """4 tokens on each of 4 ranks, a window of 5: what a rank has is passed on once. The first gets none, the last
+    sends none on, and a gradient comes back for each."""
+    made = mistral(5)
+    plan = planned(made, RING, cp=4)
+    layers, own = len(made.program.layer_calls), 2 * SAMPLES * 2 * (SEQUENCE // 4) * 8 * 8
+    model = priced(made, plan)
+    assert (model["forward", "send"], model["backward", "send"]) == (1, 1)
+    found = [(forward.sent_bytes, backward.sent_bytes) for forward, backward in counted(made, plan)]
+    busiest = layers * own, layers * 2 * own
+    assert busiest == (layers * model["forward", "bytes"], layers * model["backward", "bytes"])
+    assert found == [(layers * own, layers * own), busiest, busiest, (0, layers * own)]
 
 
 def test_ulysses_exchanges_four_times_a_layer() -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from autopar.search.layouts import ALL_GATHER, MEGATRON_SP, RING, ULYSSES
+from autopar.trace.example_inputs import default_inputs
 from tests import models
-from tests.distributed.programs import Batch, Subject, assert_parity, batches, subject
-from tests.distributed.test_context import VOCABULARY
+from tests.distributed.programs import VOCABULARY, Batch, Subject, assert_parity, batches, subject
 
 FP64 = torch.float64
 SEQUENCE = 32
@@ -30,7 +30,7 @@ def mistral(window: int) -> Subject:
 
     config = MistralConfig(**_SIZES, sliding_window=window)
     model = models.seeded(lambda: MistralForCausalLM(config), False)
-    return subject(model, FP64, models.layered(model, models.default_inputs(model, 2, 16), FP64))
+    return subject(model, FP64, models.layered(model, default_inputs(model, 2, 16), FP64))
 
 
 @cache
@@ -43,7 +43,7 @@ def qwen(window: int) -> Subject:
         **_SIZES, head_dim=8, use_sliding_window=True, sliding_window=window, max_window_layers=0, layer_types=kinds
     )
     model = models.seeded(lambda: Qwen3ForCausalLM(config), False)
-    return subject(model, FP64, models.layered(model, models.default_inputs(model, 2, 16), FP64))
+    return subject(model, FP64, models.layered(model, default_inputs(model, 2, 16), FP64))
 
 
 @cache
