@@ -46,7 +46,7 @@ def gathered_attention(
     axis: str,
     *,
     is_causal: bool,
-    zigzag: bool,
+    zigzag: bool = False,
     window: int | None = None,
     scale: float | None = None,
 ) -> Tensor:

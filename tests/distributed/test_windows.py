@@ -69,8 +69,8 @@ WITH: dict[str, dict[str, Any]] = {
     "recompute": {"recompute": "all"},
 }
 QUICK = {
-    ("ring", "short", 4, "alone"), ("ring", "mixed", 2, "tp2"), ("all_gather", "long", 2, "recompute"),
-    ("ulysses", "mixed", 2, "pp2"), ("ring", "short", 2, "pp2"),
+    ("ring", "short", 4, "alone"), ("ring", "mixed", 2, "tp2"), ("all_gather", "short", 2, "recompute"),
+    ("ulysses", "mixed", 2, "pp2"), ("ring", "long", 2, "pp2"),
 }  # fmt: skip
 
 
