@@ -15,13 +15,8 @@ _WAYS = {
     "gathered": "keys and values gathered",
     "whole": "all of it on every rank",
 }
-_MASKED = "by a mask of all pairs"
-_HELD = {
-    "ring": "no mask held, K and V sent no further than it reaches",
-    "gathered": "no mask held",
-    "heads": _MASKED,
-    "whole": _MASKED,
-}
+_NO_MASK, _MASK = "no mask held", "by a mask of all pairs"
+_HELD = {"ring": _NO_MASK, "gathered": _NO_MASK, "heads": _MASK, "whole": _MASK}
 _WANTED = {"ring": "ring", "ulysses": "heads", "all_gather": "gathered"}
 
 
