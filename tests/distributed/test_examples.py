@@ -23,9 +23,8 @@ def test_an_example_keeps_its_promises(example: str, tmp_path: Path) -> None:
     assert "computes what the model computes" in out
 
 
-@pytest.mark.parametrize(
-    "example", ["siamese", *(pytest.param(name, marks=pytest.mark.slow) for name in ("vit", "t5"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("example", ["siamese", "vit", "t5"])
 def test_an_example_of_another_kind(example: str, tmp_path: Path) -> None:
     """Vision, encoder-decoder, one's own module: trained on its own data, with less loss, as the model would be."""
     script = ROOT / "examples" / f"{example}.py"

@@ -81,10 +81,8 @@ def _subject(change: str) -> Subject:
 CASES = [(change, plan) for change in CHANGES for plan in PLANS]
 
 
-@pytest.mark.parametrize(
-    ("change", "plan"),
-    [pytest.param(*case, marks=[pytest.mark.slow] if (i + i // 6) % 2 else []) for i, case in enumerate(CASES)],
-)
+@pytest.mark.in_turn(5)
+@pytest.mark.parametrize(("change", "plan"), CASES)
 def test_parity(change: str, plan: str) -> None:
     made = _subject(change)
     assert_parity(made, made.plan(**PLANS[plan]))

@@ -368,6 +368,7 @@ def test_verify_an_edit_that_changes_the_activation(
         sys.modules.pop(tiny, None)
 
 
+@pytest.mark.slow
 def test_verify_an_edit_that_does_not_run(program: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = edit(program, "F.gelu(h,", "F.gelu(hh,")
     said = refusal(capsys, "verify", "program", "--steps", "1")

@@ -118,7 +118,7 @@ def inputs_of(model: nn.Module) -> Mapping[str, Any]:
 DEEP = {"t5": t5(2), "whisper": whisper(2), "gemma2": gemma2(2)}
 
 
-QUICK = ("llama", "gpt2", "bert", "mixtral")
+QUICK = ("llama", "bert")
 
 
 @pytest.mark.parametrize("family", [pytest.param(f, marks=[] if f in QUICK else [pytest.mark.slow]) for f in PUBLISHED])
