@@ -40,6 +40,7 @@ SLOW: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.usefixtures("no_kernels")
 @pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_fp64(name: str) -> None:

@@ -101,6 +101,7 @@ def test_gathers_stay_in_the_group_and_groups_reduce_once_a_step(zero: int) -> N
 # Checkpoints
 
 
+@pytest.mark.slow
 def test_a_checkpoint_resumes_under_other_groups(tmp_path: Path) -> None:
     """Saved under 2 × 2 with ZeRO-3, resumed under tp2·dp2, saved there, resumed under 2 × 2 with ZeRO-1."""
     made = gpt(torch.float64)

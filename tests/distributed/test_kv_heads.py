@@ -10,6 +10,7 @@ from tests import models
 from tests.distributed.programs import assert_parity, subject
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(("groups", "layout"), [(2, MEGATRON), (1, MEGATRON_SP)])
 def test_four_ranks_read_fewer_heads(groups: int, layout: Layout) -> None:
     model, program = models.llama(

@@ -52,11 +52,13 @@ def test_fp64(name: str) -> None:
     assert_parity(made, plan)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", ["tp2, tied", "zero3"])
 def test_fp32(name: str) -> None:
     assert_parity(*plan_of(name, torch.float32))
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", ["pp2-tp2, tied over stages", "dp2-tp2, zero3"])
 def test_bf16(name: str) -> None:
     assert_half(*plan_of(name, torch.bfloat16))

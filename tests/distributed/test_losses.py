@@ -155,6 +155,7 @@ def test_numbers_of_the_whole_batch_are_reduced_over_replicas(name: str) -> None
     assert_parity(made, made.plan(dp=2, micro_batch=6))
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
     "layout", [{"dp": 2, "micro_batch": 6}, {"dp": 2, "tp": 2, "pp": 2, "micro_batch": 6, "schedule": "gpipe"}]
 )

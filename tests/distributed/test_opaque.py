@@ -89,6 +89,7 @@ def test_verify_finds_that_parameters_left_out_are_equal() -> None:
     assert result.verify(steps=3).holds
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("kind", ["StraightThrough", "Selected"])
 @pytest.mark.parametrize("plan", ["dp2", "zero3-tp2-pp2-recompute"])
 def test_t12_what_a_trace_would_record_wrongly(kind: str, plan: str) -> None:

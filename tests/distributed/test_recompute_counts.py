@@ -151,6 +151,7 @@ def test_zero3_gathers_no_more_with_recompute() -> None:
         assert counts["gather"] == 2 * micro_batches * (layers // size + ends), choice
 
 
+@pytest.mark.slow
 def test_collectives_within_a_region_run_again_and_are_priced() -> None:
     """Megatron's sequence parallelism: a gather for each sublayer that is recomputed from its norm, no reduction."""
     model = llama(torch.float64)

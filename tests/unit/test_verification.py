@@ -109,6 +109,7 @@ WRONG: dict[str, tuple[Callable[[str], str], set[str]]] = {
 }
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(("change", "differing"), WRONG.values(), ids=WRONG.keys())
 def test_a_wrong_program_differs(
     change: Callable[[str], str], differing: set[str], monkeypatch: pytest.MonkeyPatch

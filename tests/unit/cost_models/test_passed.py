@@ -60,6 +60,7 @@ def crossing(made: Subject, plan: Plan) -> list[tuple[float, float]]:
     return [(boundaries.values_bytes[stop], boundaries.gradients_bytes[stop]) for stop in stops]
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(("name", "how"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])
 def test_the_price_of_each_boundary_is_what_the_program_sends(name: str, how: str) -> None:
     """A stage a layer, so that there is every boundary; encoder outputs, skips and masks are carried over several."""
