@@ -28,7 +28,7 @@ from ..ir.graph import (
     set_info,
 )
 from .lists import LayerLists, layer_lists
-from .repeats import complete, is_stand_in, stand_in_call
+from .repeats import complete, is_stand_in, same_given, stand_in_call
 from .segments import Segment, segments
 
 aten = torch.ops.aten
@@ -39,6 +39,7 @@ _MAIN_OPS = {"linear", "layer_norm", "rms_norm", "embedding", "scaled_dot_produc
 
 def split_layers(program: Program, class_names: dict[str, str]) -> Program:
     """The program as calls of blocks. `class_names` maps a layer's module path to its Python class name."""
+    program = same_given(program)
     split, uneven = _split(program, class_names, frozenset())
     return _split(program, class_names, uneven)[0] if uneven else split
 

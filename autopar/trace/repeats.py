@@ -3,22 +3,24 @@
 Of a list of equal layers, the first, second and last are traced as they are. Each layer between is replaced by
 the op `autopar::repeat`, which keeps its place, what it is given, and the shape of its result. `split_layers`
 then makes it a call of the second layer's block. That is right where the three traced layers are one class and each
-stand-in is given what the second layer reads; anything else raises NotRepeatedError,
-and the model is traced whole.
+stand-in is given what the second layer is given: the same op before that layer keeps it, for passes may prove that
+a layer need not read, say, a mask that others need. Anything else raises NotRepeatedError, and the model is traced
+whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from ..ir.graph import Call, Program, arguments
+from ..ir.build import replace_node
+from ..ir.graph import MODEL, Call, Program, arguments, info
 from ..ir.values import drop_unread
-from ..runtime.trees import tree_leaves
+from ..runtime.trees import tree_flatten
 
 _FEWEST = 6  # shorter lists are traced whole
 _Key = tuple[str, str]  # (path of a module in its layer, what of it)
@@ -30,7 +32,7 @@ class NotRepeatedError(Exception):
 
 @torch.library.custom_op("autopar::repeat", mutates_args=())
 def repeat(hidden: Tensor, others: list[Tensor], index: int) -> Tensor:
-    """Stands for a layer: never run, only traced."""
+    """Stands for a layer, or before the second for what that is given: never run, only traced."""
     return hidden.clone()
 
 
@@ -39,8 +41,11 @@ def _(hidden: Tensor, others: list[Tensor], index: int) -> Tensor:
     return torch.empty_like(hidden)
 
 
+_REPEAT = torch.ops.autopar.repeat.default
+
+
 def is_stand_in(node: fx.Node) -> bool:
-    return node.target is torch.ops.autopar.repeat.default
+    return node.target is _REPEAT and arguments(node)[2] > 1
 
 
 def fold(model: nn.Module) -> bool:
@@ -53,44 +58,68 @@ def fold(model: nn.Module) -> bool:
         for layer in (layers[0], layers[1], layers[-1]):  # those that are traced
             for path, name in indices:
                 _guard(layer.get_submodule(path), name)
-        shape = _Result()
-        layers[1].register_forward_hook(shape.record)
+        second = _Second()
+        layers[1].register_forward_pre_hook(second.given, with_kwargs=True)
+        layers[1].register_forward_hook(second.record)
         for i in range(2, len(layers) - 1):
-            layers[i] = _StandIn(layers[i], i, shape)
+            layers[i] = _StandIn(layers[i], i, second)
         folded = True
     return folded
 
 
-class _Result:
-    """Whether the second layer returns its result bare or in a tuple."""
+class _Second:
+    """What the second layer is given besides tensors, and whether it returns its result bare or in a tuple."""
 
     def __init__(self) -> None:
         self.in_tuple = False
+        self._values: list[Any] | None = None
+
+    def given(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Before the layer: `repeat` keeps in the graph what it is given."""
+        if not args or not isinstance(args[0], Tensor):
+            raise NotRepeatedError("a layer's first argument is no hidden state")
+        hidden, *rest = args
+        return (torch.ops.autopar.repeat(hidden, self.others(rest, kwargs), 1), *rest), kwargs
+
+    def others(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        """The tensors that a layer is given besides its hidden state; all else must be what the second is given."""
+        leaves, form = tree_flatten((tuple(args), dict(sorted(kwargs.items()))))
+        values = [form, *("a tensor" if isinstance(leaf, Tensor) else leaf for leaf in leaves)]
+        if self._values is None:
+            self._values = values
+        if len(values) != len(self._values) or not all(map(_same, values, self._values)):
+            raise NotRepeatedError("layers are given different values")
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     def record(self, module: nn.Module, args: Any, result: Any) -> None:
         tensors = [r for r in (result if isinstance(result, tuple) else (result,)) if r is not None]
-        if len(tensors) != 1 or not args or not isinstance(args[0], Tensor) or tensors[0].shape != args[0].shape:
+        if len(tensors) != 1 or tensors[0].shape != args[0].shape:
             raise NotRepeatedError("a layer does not map one hidden state to one of the same shape")
         if tensors[0].dtype != args[0].dtype:
             raise NotRepeatedError("a layer changes the dtype of the hidden state")
         self.in_tuple = isinstance(result, tuple)
 
 
+def _same(value: Any, other: Any) -> bool:
+    """Without comparing symbols, which would fix their sizes."""
+    if isinstance(value, torch.SymInt) or isinstance(other, torch.SymInt):
+        return str(value) == str(other)
+    return value is other or (type(value) is type(other) and bool(value == other))
+
+
 class _StandIn(nn.Module):
     """Takes a layer's place; attributes that the model reads of its layers are still there."""
 
-    def __init__(self, layer: nn.Module, index: int, shape: _Result) -> None:
+    def __init__(self, layer: nn.Module, index: int, second: _Second) -> None:
         super().__init__()
-        self._index, self._shape = index, shape
+        self._index, self._second = index, second
         for name, value in vars(layer).items():
             if not name.startswith("_") and not isinstance(value, Tensor | nn.Module):
                 setattr(self, name, value)
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        given = tree_leaves((args, kwargs))
-        others = [value for value in given if isinstance(value, Tensor)]
-        result = torch.ops.autopar.repeat(hidden, others, self._index)
-        return (result,) if self._shape.in_tuple else result
+        result = torch.ops.autopar.repeat(hidden, self._second.others(args, kwargs), self._index)
+        return (result,) if self._second.in_tuple else result
 
 
 def _index_attributes(layers: list[nn.Module]) -> list[_Key] | None:
@@ -137,6 +166,27 @@ def _guard(module: nn.Module, name: str) -> None:
 
     del module.__dict__[name]
     module.__class__ = type(kind.__name__, (kind,), {name: property(read)})
+
+
+def same_given(program: Program) -> Program:
+    """The program without the ops before second layers; NotRepeatedError where a stand-in is given other values.
+
+    program: prepared, of one block. Values are the same where they are one node, for no op changes its operands.
+    """
+    program = program.copy_blocks()
+    ops = [node for node in program.blocks[MODEL].ops if node.target is _REPEAT]
+    seconds = [node for node in ops if not is_stand_in(node)]
+    given = {_list_of(node): arguments(node)[1] for node in seconds}
+    for node in ops:
+        if arguments(node)[1] != given.get(_list_of(node)):
+            raise NotRepeatedError(f"{info(node).module} is not given what the second layer is given")
+    for node in seconds:
+        replace_node(node, arguments(node)[0])
+    return program
+
+
+def _list_of(node: fx.Node) -> str:
+    return info(node).module.rpartition(".")[0]
 
 
 def stand_in_call(path: str, nodes: Sequence[fx.Node], calls: Sequence[Call]) -> Call:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from autopar.compiler import _layers, prepare
-from autopar.ir.graph import COUNT, Program
+from autopar.ir.graph import COUNT, Program, info
 from autopar.ir.text import block_text
+from autopar.rules.arguments import option
 from autopar.trace.huggingface import default_inputs
 from examples.gpt import GPTConfig, build
 from examples.llama import tiny_llama
@@ -109,3 +110,72 @@ def test_lists_that_do_not_repeat_are_traced_whole(layers: list[Any]) -> None:
     program = prepare(Indexed(layers), INPUTS, "fp32")
     assert same(program, _layers(Indexed(layers), INPUTS, "fp32", "refuse", False))
     assert len(program.layer_calls) == 8
+
+
+class MaskedLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, *, causal: bool = False) -> Tensor:
+        q, k, v = (t.unsqueeze(1) for t in self.qkv(x).chunk(3, dim=-1))
+        return x + nn.functional.scaled_dot_product_attention(q, k, v, mask, is_causal=causal).squeeze(1)
+
+
+class Masked(nn.Module):
+    """Layers that differ in what the model gives them alone: f(ull), l(ocal) or d(ata) masks, each made once."""
+
+    def __init__(self, pattern: str, new: bool = True) -> None:
+        super().__init__()
+        self.pattern, self.new = pattern, new
+        self.embedding = nn.Embedding(32, 8)
+        self.layers = nn.ModuleList(MaskedLayer() for _ in pattern)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x, position = self.embedding(input_ids), torch.arange(input_ids.shape[1], device=input_ids.device)
+        full = position <= position[:, None]
+        local = full & (position > position[:, None] - 3)
+        masks = {"f": full[None, None], "l": local[None, None], "d": full & (input_ids != 0)[:, None, None]}
+        for kind, layer in zip(self.pattern, self.layers, strict=True):
+            x = layer(x, masks[kind][:, :] if self.new else masks[kind])
+        return nn.functional.cross_entropy(x.flatten(0, 1), labels.flatten())
+
+
+class Flagged(Masked):
+    """The same, with a flag in place of a mask."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for kind, layer in zip(self.pattern, self.layers, strict=True):
+            x = layer(x, causal=kind == "f")
+        return nn.functional.cross_entropy(x.flatten(0, 1), labels.flatten())
+
+
+def attentions(program: Program) -> list[tuple[Any, ...]]:
+    """What each layer's attention says of masks, in the order of the layers."""
+    found = []
+    for call in program.layer_calls:
+        (node,) = (n for n in program.blocks[call.block].ops if "attention" in str(n.target))
+        found.append((option(node, "attn_mask") is not None, bool(option(node, "is_causal")), info(node).window))
+    return found
+
+
+SAYS = {"f": (False, True, None), "l": (True, False, 3), "d": (True, False, None)}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "new"), [("fflfflf", True), ("fflfflf", False), ("ffdffff", False), ("llfllll", False)]
+)
+def test_each_layer_has_its_own_mask(pattern: str, new: bool) -> None:
+    program = prepare(Masked(pattern, new), INPUTS, "fp32")
+    assert attentions(program) == [SAYS[kind] for kind in pattern]
+
+
+def test_each_layer_has_its_own_flags() -> None:
+    program = prepare(Flagged("fflfflf"), INPUTS, "fp32")
+    assert [causal for _, causal, _ in attentions(program)] == [kind == "f" for kind in "fflfflf"]
+
+
+def test_masks_that_all_layers_are_given_do_not_unfold() -> None:
+    folded, whole = (_layers(Masked("f" * 7, False), INPUTS, "fp32", "refuse", fold) for fold in (True, False))
+    assert same(folded, whole)
