@@ -138,7 +138,8 @@ class Masked(nn.Module):
         masks = {"f": full[None, None], "l": local[None, None], "d": full & (input_ids != 0)[:, None, None]}
         for kind, layer in zip(self.pattern, self.layers, strict=True):
             x = layer(x, masks[kind][:, :] if self.new else masks[kind])
-        return nn.functional.cross_entropy(x.flatten(0, 1), labels.flatten())
+        loss: Tensor = nn.functional.cross_entropy(x.flatten(0, 1), labels.flatten())
+        return loss
 
 
 class Flagged(Masked):
@@ -148,7 +149,8 @@ class Flagged(Masked):
         x = self.embedding(input_ids)
         for kind, layer in zip(self.pattern, self.layers, strict=True):
             x = layer(x, causal=kind == "f")
-        return nn.functional.cross_entropy(x.flatten(0, 1), labels.flatten())
+        loss: Tensor = nn.functional.cross_entropy(x.flatten(0, 1), labels.flatten())
+        return loss
 
 
 def attentions(program: Program) -> list[tuple[Any, ...]]:
