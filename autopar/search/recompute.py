@@ -100,7 +100,7 @@ def _cover(
 
 
 def _least(count: int, options: tuple[Option, ...], need_bytes: float) -> tuple[float, Chosen] | None:
-    """The cheapest mix of two choices that frees enough; of each pair only the least that does is looked at."""
+    """The cheapest mix of two choices that frees enough; of each pair as little as does of the slower one."""
     if need_bytes <= 0:
         return 0.0, ()
     best: tuple[float, Chosen] | None = None
@@ -110,10 +110,11 @@ def _least(count: int, options: tuple[Option, ...], need_bytes: float) -> tuple[
             continue  # not even if all layers took it
         gain = option.frees_bytes - base_bytes
         least = ceil((need_bytes - count * base_bytes) / gain * _TIE) if gain else 0
-        taken = next(iter(_taken(count, base, option, least)), None)
-        if taken is None:
+        taken = list(_taken(count, base, option, least))
+        if not taken:
             continue
-        time_s, _, chosen = _point(count, base, option, taken)
+        faster = base is not None and option.time_s < base.time_s  # and in larger groups, else it dominates
+        time_s, _, chosen = _point(count, base, option, taken[-1 if faster else 0])
         if best is None or time_s < best[0]:
             best = time_s, chosen
     return best
