@@ -58,7 +58,7 @@ def test_the_bytes_that_cross_each_boundary_are_those_of_the_price(name: str, sc
 
 
 # T5's attention has a bias with a gradient, for which CPUs have no fused kernel: its weights are kept.
-@pytest.mark.parametrize(("make", "within"), [(gpt, 0.1), ("t5", 0.15), ("unet", 0.1), ("bert", 0.1)])
+@pytest.mark.parametrize(("make", "within"), [(gpt, 0.1), ("t5", 0.2), ("unet", 0.1), ("bert", 0.1)])
 def test_each_stage_keeps_what_the_ledger_says(make: Any, within: float) -> None:
     """Storages alive after a stage's forward, beside what it has received, as the ledger has them."""
     made: Subject = family(make, torch.float32) if isinstance(make, str) else make(torch.float32)
