@@ -9,12 +9,14 @@ op mixes tokens, only this is allowed, for in it pads count for nothing:
     cross_entropy   of targets that are ignored at pads
     cumsum          from the start of the sequence
 
-Backward needs no rule: two functions of the parameters that are equal everywhere have equal gradients.
+Backward needs no rule, where all is finite (padded_finite.py): two functions of the parameters that are equal
+everywhere have equal gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -29,6 +31,7 @@ from .attention import is_causal
 from .factor import Rule
 from .losses import MEAN
 from .matmul import RULES as MATMULS
+from .padded_finite import as_real, check_infinite, check_poles
 from .padded_values import ANY, ZERO, Interval, Padded, PadsMatter, Tokens, apply, padded, same, unknown
 from .padded_views import VIEWS, Lengths
 from .pointwise import RULES as POINTWISE
@@ -37,6 +40,9 @@ from .pointwise import is_pointwise
 aten = torch.ops.aten
 
 _HIDDEN = Interval(-inf, -inf)
+_SEES_NOTHING = (
+    "may hide every key from a pad, whose result is then nan: let the mask of keys be the same for all rows, or causal"
+)
 
 
 def result_of(node: fx.Node, operands: Sequence[Padded], lengths: Lengths) -> Padded:
@@ -48,6 +54,7 @@ def result_of(node: fx.Node, operands: Sequence[Padded], lengths: Lengths) -> Pa
     elif (view := VIEWS.get(node.target)) is not None:
         found = view(node, operands, rule_of(node), lengths)
     else:
+        check_infinite(node, operands)
         found = _OPS.get(node.target, _elementwise if _is_elementwise(node) else _local)(node, operands, lengths)
         _check_arguments((node.args, node.kwargs))
     for tokens, size in zip(found.dims, info(node).shape, strict=True):
@@ -90,15 +97,24 @@ def _elementwise(node: fx.Node, operands: Sequence[Padded], lengths: Lengths) ->
     rank = len(info(node).shape)
     places = range(-rank, 0)
     dims = [same([x.dims[i] for x in operands if -i <= len(x.dims)]) for i in places]
+    check_poles(node, operands)
     real = apply(node, [x.real for x in operands])
-    return padded(dims, real, [apply(node, [x.at(i) for x in operands]) if dims[i] else real for i in places])
+    return padded(dims, real, [_at(node, operands, i) if dims[i] else real for i in places])
+
+
+def _at(node: fx.Node, operands: Sequence[Padded], dim: int) -> Interval:
+    """The elements at pads of a dim; finite: no more of them are −inf than of those at real tokens."""
+    found = apply(node, [x.at(dim) for x in operands])
+    return replace(found, finite=True) if as_real(node, operands, dim, found) else found
 
 
 def _local(node: fx.Node, operands: Sequence[Padded], lengths: Lengths) -> Padded:
     """Along the dims of its rule an op computes each index by itself, or sums."""
     rule = rule_of(node)
     _check_mixing(node, operands, rule)
-    return padded(_dims(operands, rule), unknown(node))
+    least = min(i.low for x in operands for i in (x.real, *x.pads))
+    real = Interval(0, inf) if node.target in _MEANS and least >= 0 else unknown(node)
+    return padded(_dims(operands, rule), real)
 
 
 def _dims(operands: Sequence[Padded], rule: Rule) -> list[Tokens | None]:
@@ -175,9 +191,12 @@ def _check_hidden(node: fx.Node, masks: Sequence[Padded], keys: Tokens) -> None:
         )
     (mask,), facts = masks, info(node_inputs(node)[3])
     at_pads = mask.pads[-1]
+    hides = ZERO if facts.dtype == torch.bool else _HIDDEN
+    if len(mask.dims) > 1 and mask.dims[-2] is not None and mask.pads[-2] == hides:
+        raise PadsMatter(_SEES_NOTHING)
     if same([mask.dims[-1], keys]) != mask.dims[-1]:
         raise PadsMatter("has a mask that is the same for all keys, pads included")
-    if at_pads == (ZERO if facts.dtype == torch.bool else _HIDDEN):
+    if at_pads == hides:
         return
     if at_pads.high < -1e4:
         raise PadsMatter(
@@ -201,6 +220,8 @@ def _softmax(node: fx.Node, operands: Sequence[Padded], lengths: Lengths) -> Pad
             "mixes the tokens of a sequence, and the scores of pads are not −inf (a finite one, as −1e9, hides pads "
             "only where a token sees some other key)"
         )
+    if any(t is not None and i != dim and not x.pads[i].finite for i, t in enumerate(x.dims)):
+        raise PadsMatter(_SEES_NOTHING)
     return padded(x.dims, ANY, [ZERO if i == dim else ANY for i in range(len(x.dims))])
 
 
@@ -236,6 +257,7 @@ def _from_the_start(node: fx.Node, operands: Sequence[Padded], lengths: Lengths)
 
 _COUNTS = {aten.count_nonzero.default, aten.count_nonzero.dim_IntList}
 _SUMS = {aten.sum.default, aten.sum.dim_IntList, *_COUNTS, *MATMULS}
+_MEANS = {aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim}  # of what is not negative: no sign
 _RUNNING = {op for op, (of, _, _) in RESULT_OF.items() if of in (aten.cummax.default, aten.cummin.default)}
 
 _OPS: Mapping[Any, Callable[[fx.Node, Sequence[Padded], Lengths], Padded]] = {

@@ -8,8 +8,8 @@ make of pads depends on that alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from math import inf, isnan
+from dataclasses import dataclass, replace
+from math import inf, isinf, isnan, sqrt
 from typing import Any
 
 import sympy
@@ -28,20 +28,26 @@ class PadsMatter(Exception):  # noqa: N818 - said of a model, not of a program t
 
 @dataclass(frozen=True)
 class Interval:
-    """The numbers from low to high; truth values are 0 and 1."""
+    """The numbers from low to high; truth values are 0 and 1. finite: none of them is ±inf."""
 
     low: float
     high: float
+    finite: bool = True
+
+    def __post_init__(self) -> None:
+        if self.low == self.high and isinf(self.low):
+            object.__setattr__(self, "finite", False)
 
     @property
     def constant(self) -> float | None:
         return self.low if self.low == self.high else None
 
     def hull(self, other: Interval) -> Interval:
-        return Interval(min(self.low, other.low), max(self.high, other.high))
+        return Interval(min(self.low, other.low), max(self.high, other.high), self.finite and other.finite)
 
 
 ANY, TRUTH, ZERO = Interval(-inf, inf), Interval(0, 1), Interval(0, 0)
+_POSITIVE = Interval(0, inf)  # or 0
 
 
 def unknown(node: fx.Node) -> Interval:
@@ -90,9 +96,6 @@ class Padded:
         """Its elements at the pads of a dim counted from the last, −1, also of one that it lacks."""
         return self.pads[dim] if -dim <= len(self.dims) and self.dims[dim] is not None else self.real
 
-    def filled(self, change: Callable[[Interval], Interval]) -> Padded:
-        return Padded(self.dims, change(self.real), tuple(map(change, self.pads)))
-
 
 def padded(dims: Sequence[Tokens | None], real: Interval, pads: Sequence[Interval] | None = None) -> Padded:
     """A value; the elements at pads lie where the real ones do, unless they are given."""
@@ -113,14 +116,16 @@ def same(found: Sequence[Tokens | None]) -> Tokens | None:
 
 
 def apply(node: fx.Node, operands: Sequence[Interval]) -> Interval:
-    """Where the result of an elementwise op lies. Products with 0 are 0: values are taken to be finite."""
+    """Where the result of an elementwise op lies. Products with 0 are 0: padded_finite.py has refused infinite ones."""
     if all(o.constant is not None for o in operands) and (value := _computed(node, operands)) is not None:
         return Interval(value, value)
     name = str(node.target).split(".")[1]
     if name not in _RULES:
         return unknown(node)
-    found, dtype = _RULES[name](node, _arguments(node, operands)), info(node).dtype
-    return Interval(_rounded(found.low, dtype), _rounded(found.high, dtype)) if dtype.is_floating_point else found
+    found, dtype = _RULES[name](node, arguments_of(node, operands)), info(node).dtype
+    if not dtype.is_floating_point:
+        return found
+    return Interval(_rounded(found.low, dtype), _rounded(found.high, dtype), found.finite)
 
 
 def _rounded(value: float, dtype: torch.dtype) -> float:
@@ -143,7 +148,7 @@ def _computed(node: fx.Node, operands: Sequence[Interval]) -> float | None:
     return None if isnan(value) else value
 
 
-def _arguments(node: fx.Node, operands: Sequence[Interval]) -> list[Interval]:
+def arguments_of(node: fx.Node, operands: Sequence[Interval]) -> list[Interval]:
     """The op's arguments in order, tensors and numbers alike."""
     of = dict(zip(node_inputs(node), operands, strict=True))
 
@@ -172,7 +177,7 @@ def _sum(a: Interval, b: Interval) -> Interval:
     if -inf in (a.constant, b.constant):  # a score that is masked out stays so
         return Interval(-inf, -inf)
     low, high = a.low + b.low, a.high + b.high
-    return ANY if isnan(low) or isnan(high) else Interval(low, high)
+    return replace(ANY if isnan(low) or isnan(high) else Interval(low, high), finite=a.finite and b.finite)
 
 
 def _negative(a: Interval) -> Interval:
@@ -239,7 +244,12 @@ _RULES: dict[str, Callable[[fx.Node, _Arguments], Interval]] = {
     "sub": lambda node, a: _plain(node, lambda x, y: _sum(x, _negative(y)), a),
     "rsub": lambda node, a: _plain(node, lambda x, y: _sum(y, _negative(x)), a),
     "neg": lambda node, a: _negative(a[0]),
-    "mul": lambda node, a: ZERO if ZERO in a else ANY,
+    "mul": lambda node, a: ZERO if ZERO in a else _POSITIVE if node.args[0] is node.args[1] else ANY,
+    "pow": lambda node, a: _POSITIVE if len(a) == 2 and a[1].constant in (2, 4) else ANY,
+    **dict.fromkeys(("abs", "exp", "relu", "square", "sigmoid"), lambda node, a: _POSITIVE),
+    "sqrt": lambda node, a: Interval(sqrt(max(a[0].low, 0)), inf),
+    "rsqrt": lambda node, a: _POSITIVE,
+    "clamp_min": lambda node, a: Interval(max(a[0].low, a[1].low), inf),
     **dict.fromkeys(("__and__", "bitwise_and", "logical_and"), _both),
     **dict.fromkeys(("__or__", "bitwise_or", "logical_or"), _either),
     **dict.fromkeys(("logical_not", "bitwise_not"), lambda node, a: _not(a[0]) if _truths(node) else unknown(node)),

@@ -198,8 +198,12 @@ def triangle(node: fx.Node, operands: Sequence[Padded], rule: Rule, lengths: Len
         raise PadsMatter("cuts a triangle out of merged dims")
     lower = node.target is aten.tril.default
     pads = [p.hull(ZERO) for p in x.pads]
-    if row and column and (diagonal <= 0 if lower else diagonal >= 0):
-        pads[-1 if lower else -2] = ZERO
+    if row and column:
+        out, kept = (-1, -2) if lower else (-2, -1)
+        if diagonal <= 0 if lower else diagonal >= 0:
+            pads[out] = ZERO
+        if diagonal >= -1 if lower else diagonal <= 1:
+            pads[kept] = x.pads[kept]
     return padded(x.dims, x.real.hull(ZERO), pads)
 
 

@@ -89,7 +89,12 @@ ALLOWED: dict[str, Callable[..., Tensor]] = {
     ),
     "a window by positions": lambda m, x, mask, labels: m.ce(fused(x, window(x)[None, None]), labels),
     "a window and a mask": lambda m, x, mask, labels: m.ce(fused(x, window(x)[None, None] & keys(mask)), labels),
-    "attention written out": lambda m, x, mask, labels: m.ce(written(x, window(x)), labels),
+    "attention written out": lambda m, x, mask, labels: m.ce(
+        written(x, places(x)[None, :] <= places(x)[:, None]), labels
+    ),
+    "a root mean square": lambda m, x, mask, labels: m.ce(
+        x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6), labels
+    ),
     "attention written out with a mask": lambda m, x, mask, labels: m.ce(written(x, keys(mask)[:, 0]), labels),
     "attention under a triangle": lambda m, x, mask, labels: m.ce(
         written(x, torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()), labels
@@ -109,6 +114,12 @@ ALLOWED: dict[str, Callable[..., Tensor]] = {
     ),
 }  # fmt: skip
 
+
+def twice(x: Tensor, keep: Tensor) -> Tensor:
+    return written(written(x, keep), keep)
+
+
+NO_KEY, NO_POLE = "may hide every key from a pad", "may have no finite value or derivative at pads"
 REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
     "attention to all": (lambda m, x, mask, labels: m.ce(fused(x), labels), "give the model an `attention_mask`"),
     "a mask of the rows": (
@@ -164,6 +175,26 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
     ),
     "too short a table": (
         lambda m, x, mask, labels: m.ce(x + m.places(places(x) + 2), labels), "reads row 9 of a table that has 8",
+    ),
+    "a row that sees no key": (
+        lambda m, x, mask, labels: m.ce(twice(x, mask.bool()[:, :, None] & mask.bool()[:, None, :]), labels), NO_KEY,
+    ),
+    "a row that sees no key, fused": (
+        lambda m, x, mask, labels: m.ce(fused(x, (keys(mask) & mask.bool()[:, None, :, None])), labels), NO_KEY,
+    ),
+    "a window that sees no key": (
+        lambda m, x, mask, labels: m.ce(twice(x, window(x) & keys(mask)[:, 0]), labels), NO_KEY,
+    ),
+    "divided by the mask": (
+        lambda m, x, mask, labels: m.ce(fused(x / mask.to(x.dtype).unsqueeze(-1), keys(mask)), labels), NO_POLE,
+    ),
+    "divided by its norm": (
+        lambda m, x, mask, labels: m.ce(x / (x * mask.unsqueeze(-1)).norm(dim=-1, keepdim=True), labels), NO_POLE,
+    ),
+    "the root of the mask": (lambda m, x, mask, labels: ((x.sum(-1) * mask).square().sqrt() * mask).sum(), NO_POLE),
+    "a logarithm": (lambda m, x, mask, labels: ((x.square() * mask.unsqueeze(-1)).log().sum(-1) * mask).sum(), NO_POLE),
+    "−inf times the mask": (
+        lambda m, x, mask, labels: (torch.full_like(x, float("-inf")).sum(-1) * mask).sum(), "computes with ±inf",
     ),
     "a number for each token": (
         lambda m, x, mask, labels: torch.linalg.vector_norm(x, dim=(0, 1, 2)), "mixes the tokens of a sequence",
