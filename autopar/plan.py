@@ -107,7 +107,8 @@ class Plan:
         if self.sequence % self.mesh.cp:
             raise PlanError(
                 f"sequence={self.sequence} is not divisible by cp={self.mesh.cp}: "
-                f"use {nearest_lengths(self.sequence, self.mesh.cp)}, pad_to_multiple_of={self.mesh.cp}, or another cp"
+                f"use {nearest_lengths(self.sequence, self.mesh.cp)}, pad_to_multiple_of={2 * self.mesh.cp}, "
+                "or another cp"
             )
         if self.padded_from is not None and not 1 <= self.padded_from < self.sequence:
             raise PlanError(

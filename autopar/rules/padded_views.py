@@ -131,6 +131,12 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float | sympy.Number)
 
 
+def _number(value: Any) -> int:
+    if not _is_number(value):
+        raise PadsMatter("reads the length of the sequence, pads included")
+    return int(value)
+
+
 def _check_start(tokens: Tokens | None, start: Any, step: int) -> None:
     if tokens is not None and not tokens.alone or step != 1:
         raise PadsMatter("takes every so many tokens")
@@ -154,7 +160,7 @@ def selected(node: fx.Node, operands: Sequence[Padded], rule: Rule, lengths: Len
 def extended(node: fx.Node, operands: Sequence[Padded], rule: Rule, lengths: Lengths) -> Padded:
     """Constants before a sequence; after it only what the pads are too, for they come to lie there."""
     (x,) = operands
-    amounts, mode = [int(a) for a in option(node, "pad")], option(node, "mode", "constant")
+    amounts, mode = [_number(a) for a in option(node, "pad")], option(node, "mode", "constant")
     fill = float(option(node, "value", 0) or 0)
     constant = Interval(fill, fill)
     dims, pads = list(x.dims), list(x.pads)
@@ -192,7 +198,7 @@ def joined(node: fx.Node, operands: Sequence[Padded], rule: Rule, lengths: Lengt
 
 def triangle(node: fx.Node, operands: Sequence[Padded], rule: Rule, lengths: Lengths) -> Padded:
     """tril keeps column − row ≤ diagonal, triu ≥: at pads of the columns, and real rows, it is at least 1."""
-    (x,), diagonal = operands, int(option(node, "diagonal", 0))
+    (x,), diagonal = operands, _number(option(node, "diagonal", 0))
     row, column = x.dims[-2:]
     if any(t is not None and not t.alone for t in (row, column)) or row and column and row.size != column.size:
         raise PadsMatter("cuts a triangle out of merged dims")

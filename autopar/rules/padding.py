@@ -17,7 +17,7 @@ from ..ir.padding import Padding
 from .arguments import option
 from .padded_ops import result_of
 from .padded_values import ANY, TRUTH, Interval, Padded, PadsMatter, Tokens, padded
-from .padded_views import Lengths
+from .padded_views import VIEWS, Lengths
 
 aten = torch.ops.aten
 
@@ -52,10 +52,23 @@ def ignored_targets(program: Program) -> dict[str, int]:
 
 
 def input_name(node: Any) -> str:
-    """The model's input that a node is a view of; "" for none."""
-    while isinstance(node, fx.Node) and info(node).role is not Role.INPUT:
-        node = node.args[0] if node.args else None
-    return info(node).ref if isinstance(node, fx.Node) else ""
+    """The model's input whose elements a node has, moved, cast, or some of them replaced; "" for none."""
+    while isinstance(node, fx.Node) and node.op != "placeholder":
+        node = _source(node)
+    return info(node).ref if isinstance(node, fx.Node) and info(node).role is Role.INPUT else ""
+
+
+def _source(node: fx.Node) -> Any:
+    """What a view, a cast, or an op that replaces some elements takes its elements from; of `where`, the one branch
+    that is an integer tensor of an input."""
+    name = op_name(node)
+    if node.target in VIEWS and node.args:
+        return node.args[0][0] if isinstance(node.args[0], list | tuple) else node.args[0]
+    if name in ("to", "alias", "clone", "detach", "masked_fill"):
+        return node.args[0]
+    if name == "where":
+        return next((n for n in node.args[1:] if isinstance(n, fx.Node) and input_name(n)), None)
+    return None
 
 
 def _paddings(program: Program) -> tuple[Padding, ...]:

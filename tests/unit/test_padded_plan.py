@@ -94,7 +94,7 @@ def test_the_padded_program_computes_the_model() -> None:
             {"multiple": None, "cp": 2, "sequence": 30, "attention": "ring"},
             "use 28 or 32, pad_to_multiple_of=4, another",
         ),
-        ({"multiple": None, "cp": 2}, "use 28 or 30, pad_to_multiple_of=2, or another cp"),
+        ({"multiple": None, "cp": 2}, "use 28 or 30, pad_to_multiple_of=4, or another cp"),
         ({"multiple": None, "attention": "ring"}, "and sequence=29: use pad_to_multiple_of=4, another length"),
     ],
     ids=str,

@@ -106,6 +106,7 @@ ALLOWED: dict[str, Callable[..., Tensor]] = {
     "terms and weights": ones_and_others,
     "learned positions": lambda m, x, mask, labels: m.ce(x + m.places(places(x)), labels),
     "positions of the mask": lambda m, x, mask, labels: m.ce(x + mask.cumsum(1).unsqueeze(-1) / 9, labels),
+    "labels where the mask is": lambda m, x, mask, labels: m.ce(x, torch.where(mask.bool(), labels, -100)),
     "the mean of the mask's": lambda m, x, mask, labels: mean_of(m.norm(x), mask).square().mean(),
     "a regression of the mask's": lambda m, x, mask, labels: (x.square().sum(-1) * mask).sum() / mask.sum(),
     "the first token": lambda m, x, mask, labels: F.cross_entropy(m.head(fused(x, keys(mask))[:, 0]), labels[:, 0]),
@@ -193,6 +194,14 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
     ),
     "the root of the mask": (lambda m, x, mask, labels: ((x.sum(-1) * mask).square().sqrt() * mask).sum(), NO_POLE),
     "a logarithm": (lambda m, x, mask, labels: ((x.square() * mask.unsqueeze(-1)).log().sum(-1) * mask).sum(), NO_POLE),
+    "a pad of the length": (
+        lambda m, x, mask, labels: m.ce(F.pad(x, (0, 0, 0, 20 - x.shape[1]))[:, :5], labels[:, :5]),
+        "reads the length of the sequence, pads included",
+    ),
+    "a triangle of the length": (
+        lambda m, x, mask, labels: m.ce(written(x, (x @ x.transpose(1, 2)).tril(x.shape[1] - 1) > 0), labels),
+        "reads the length of the sequence, pads included",
+    ),
     "−inf times the mask": (
         lambda m, x, mask, labels: (torch.full_like(x, float("-inf")).sum(-1) * mask).sum(), "computes with ±inf",
     ),
