@@ -54,9 +54,9 @@ def result_of(node: fx.Node, operands: Sequence[Padded], lengths: Lengths) -> Pa
     elif (view := VIEWS.get(node.target)) is not None:
         found = view(node, operands, rule_of(node), lengths)
     else:
+        _check_arguments((node.args, node.kwargs))
         check_infinite(node, operands)
         found = _OPS.get(node.target, _elementwise if _is_elementwise(node) else _local)(node, operands, lengths)
-        _check_arguments((node.args, node.kwargs))
     for tokens, size in zip(found.dims, info(node).shape, strict=True):
         if (tokens is not None or S in size.free_symbols) and not _fits(tokens, size):
             raise PadsMatter(f"has a dim of {size} elements, of which no prefix belongs to the real tokens")
@@ -192,10 +192,10 @@ def _check_hidden(node: fx.Node, masks: Sequence[Padded], keys: Tokens) -> None:
     (mask,), facts = masks, info(node_inputs(node)[3])
     at_pads = mask.pads[-1]
     hides = ZERO if facts.dtype == torch.bool else _HIDDEN
-    if len(mask.dims) > 1 and mask.dims[-2] is not None and mask.pads[-2] == hides:
-        raise PadsMatter(_SEES_NOTHING)
     if same([mask.dims[-1], keys]) != mask.dims[-1]:
         raise PadsMatter("has a mask that is the same for all keys, pads included")
+    if len(mask.dims) > 1 and mask.dims[-2] is not None and mask.pads[-2] == hides:
+        raise PadsMatter(_SEES_NOTHING)
     if at_pads == hides:
         return
     if at_pads.high < -1e4:
@@ -214,6 +214,8 @@ def _softmax(node: fx.Node, operands: Sequence[Padded], lengths: Lengths) -> Pad
     (x,) = operands
     dim = int(option(node, "dim")) % len(x.dims)
     if (tokens := x.dims[dim]) is None:
+        if not all(p.finite for t, p in zip(x.dims, x.pads, strict=True) if t is not None):
+            raise PadsMatter(_SEES_NOTHING)
         return _local(node, operands, lengths)
     if not tokens.alone or x.pads[dim] != _HIDDEN or node.target is not aten.softmax.int:
         raise PadsMatter(

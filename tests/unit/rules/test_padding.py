@@ -186,6 +186,10 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
     "a window that sees no key": (
         lambda m, x, mask, labels: m.ce(twice(x, window(x) & keys(mask)[:, 0]), labels), NO_KEY,
     ),
+    "all classes hidden": (
+        lambda m, x, mask, labels: m.ce(x.masked_fill(mask.unsqueeze(-1) == 0, float("-inf")).softmax(-1), labels),
+        NO_KEY,
+    ),
     "divided by the mask": (
         lambda m, x, mask, labels: m.ce(fused(x / mask.to(x.dtype).unsqueeze(-1), keys(mask)), labels), NO_POLE,
     ),
