@@ -238,7 +238,7 @@ def counted(node: fx.Node, operands: Sequence[Padded], rule: Rule, lengths: Leng
     if tokens is None:
         return padded([None], unknown(node))
     ends = [float(start + step * i) for i in (0, lengths.first(size) - 1, lengths.first(size), lengths.whole(size) - 1)]
-    return padded([tokens], Interval(*ends[:2]), [Interval(*ends[2:])])
+    return padded([tokens], Interval(ends[0], ends[1]), [Interval(ends[2], ends[3])])
 
 
 _FILLS: dict[Any, float] = {
