@@ -48,7 +48,7 @@ def moved(node: fx.Node, operands: Sequence[Padded], rule: Rule, lengths: Length
         old = source.index(factor) if factor is not None and factor in source else None
         dims.append(tokens_of(size) if old is None else x.dims[old])
         pads.append(x.real if old is None else x.pads[old])
-    return padded(dims, x.real, pads)
+    return padded(dims, x.real, pads, x.whole)
 
 
 def reshaped(node: fx.Node, operands: Sequence[Padded], rule: Rule, lengths: Lengths) -> Padded:
@@ -66,7 +66,7 @@ def reshaped(node: fx.Node, operands: Sequence[Padded], rule: Rule, lengths: Len
         first = at[0] if at else 0
         dims.append(Tokens(sizes[first], _product(sizes[:first]), _product(sizes[first + 1 :])) if at else None)
         pads.append(taken[first][2] if at else x.real)
-    return padded(dims, x.real, pads)
+    return padded(dims, x.real, pads, x.whole)
 
 
 _Factor = tuple[sympy.Expr, Tokens | None, Interval]
@@ -124,7 +124,7 @@ def sliced(node: fx.Node, operands: Sequence[Padded], rule: Rule, lengths: Lengt
             raise PadsMatter(f"reads {size} of a sequence of {tokens.size}, pads among them")
         dims[dim] = tokens_of(size)
         pads[dim] = x.pads[dim] if cut == 0 else x.pads[dim].hull(x.real)
-    return padded(dims, x.real, pads)
+    return padded(dims, x.real, pads, x.whole)
 
 
 def _is_number(value: Any) -> bool:
@@ -154,7 +154,7 @@ def selected(node: fx.Node, operands: Sequence[Padded], rule: Rule, lengths: Len
     if tokens is not None and index >= lengths.first(tokens.size):
         raise PadsMatter(f"reads token {index} of {lengths.real}")
     kept = [i for i in range(len(x.dims)) if i != dim]
-    return padded([x.dims[i] for i in kept], x.real, [x.pads[i] for i in kept])
+    return padded([x.dims[i] for i in kept], x.real, [x.pads[i] for i in kept], x.whole)
 
 
 def extended(node: fx.Node, operands: Sequence[Padded], rule: Rule, lengths: Lengths) -> Padded:
@@ -174,7 +174,7 @@ def extended(node: fx.Node, operands: Sequence[Padded], rule: Rule, lengths: Len
         pads[dim] = pads[dim] if after >= 0 else pads[dim].hull(x.real)
     real = x.real.hull(constant)
     among = [p if p == constant else p.hull(constant) for p in pads]
-    return padded(dims, real, among)
+    return padded(dims, real, among, x.whole)
 
 
 def joined(node: fx.Node, operands: Sequence[Padded], rule: Rule, lengths: Lengths) -> Padded:
@@ -193,7 +193,7 @@ def joined(node: fx.Node, operands: Sequence[Padded], rule: Rule, lengths: Lengt
     pads = [reduce(Interval.hull, (x.at(i - len(dims)) for x in operands)) for i in range(len(dims))]
     if last is not None:
         pads[dim] = operands[-1].pads[dim]
-    return padded(dims, real, pads)
+    return padded(dims, real, pads, reduce(Interval.hull, (x.whole for x in operands)))
 
 
 def triangle(node: fx.Node, operands: Sequence[Padded], rule: Rule, lengths: Lengths) -> Padded:
@@ -210,7 +210,7 @@ def triangle(node: fx.Node, operands: Sequence[Padded], rule: Rule, lengths: Len
             pads[out] = ZERO
         if diagonal >= -1 if lower else diagonal <= 1:
             pads[kept] = x.pads[kept]
-    return padded(x.dims, x.real.hull(ZERO), pads)
+    return padded(x.dims, x.real.hull(ZERO), pads, x.whole)
 
 
 def constant(node: fx.Node, operands: Sequence[Padded], rule: Rule, lengths: Lengths) -> Padded:

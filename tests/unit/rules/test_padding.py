@@ -88,7 +88,6 @@ ALLOWED: dict[str, Callable[..., Tensor]] = {
         fused(x, torch.zeros_like(keys(mask), dtype=x.dtype).masked_fill(~keys(mask), float("-inf"))), labels
     ),
     "a window by positions": lambda m, x, mask, labels: m.ce(fused(x, window(x)[None, None]), labels),
-    "a window and a mask": lambda m, x, mask, labels: m.ce(fused(x, window(x)[None, None] & keys(mask)), labels),
     "attention written out": lambda m, x, mask, labels: m.ce(
         written(x, places(x)[None, :] <= places(x)[:, None]), labels
     ),
@@ -186,6 +185,9 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
     "a window that sees no key": (
         lambda m, x, mask, labels: m.ce(twice(x, window(x) & keys(mask)[:, 0]), labels), NO_KEY,
     ),
+    "a window and a mask": (
+        lambda m, x, mask, labels: m.ce(fused(x, window(x)[None, None] & keys(mask)), labels), NO_KEY,
+    ),
     "all classes hidden": (
         lambda m, x, mask, labels: m.ce(x.masked_fill(mask.unsqueeze(-1) == 0, float("-inf")).softmax(-1), labels),
         NO_KEY,
@@ -230,9 +232,9 @@ def made(body: Callable[..., Tensor]) -> Model:
     return Model(body).double()
 
 
-def typed(model: nn.Module) -> tuple[Padding, ...]:
+def typed(model: nn.Module, precision: str = "fp64") -> tuple[Padding, ...]:
     inputs = {name: torch.zeros(2, 16, dtype=torch.long) for name in batch()}
-    return padding_of(prepare(model, inputs, "fp64", "synchronise"), TOKENS, SEQUENCE)
+    return padding_of(prepare(model, inputs, precision, "synchronise"), TOKENS, SEQUENCE)
 
 
 def gradients(model: nn.Module, data: dict[str, Tensor]) -> list[Tensor]:

@@ -1,0 +1,174 @@
+"""Models whose padded run is wrong, nan or an error in fp64: each is run so, and refused before it could be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autopar.errors import PlanError
+from autopar.runtime.padding import padded
+from tests.distributed.handwritten import make_settings
+from tests.unit.rules.test_padding import (
+    PADDING,
+    SEQUENCE,
+    TOKENS,
+    D,
+    Model,
+    batch,
+    fused,
+    gradients,
+    keys,
+    made,
+    places,
+    typed,
+    window,
+    written,
+)
+
+Body = Callable[[Model, Tensor, Tensor, Tensor], Tensor]
+
+
+def causal(x: Tensor) -> Tensor:
+    return places(x)[None, :] <= places(x)[:, None]
+
+
+def kept(x: Tensor, mask: Tensor) -> Tensor:
+    """Features that are 0 at pads."""
+    return x * mask.unsqueeze(-1)
+
+
+def counted(labels: Tensor) -> Tensor:
+    """RoBERTa's positions: pads count where the id that stands for them is another."""
+    return (labels != -5).long().cumsum(1)
+
+
+def wrapped(x: Tensor) -> Tensor:
+    """0, 1, … of the tokens, by bytes that end at 255."""
+    return (places(x) + 256 - TOKENS).to(torch.uint8).long() - (256 - TOKENS)
+
+
+def biased(m: Model, x: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+    """A bias with a pole where a pad meets itself."""
+    bias = 1 / (2 * SEQUENCE - 2 - places(x)[:, None] - places(x)[None, :])
+    scores = (x @ x.transpose(1, 2) + bias).masked_fill(~causal(x), -inf)
+    return m.ce(x + scores.softmax(-1) @ x, labels)
+
+
+def hidden_class(m: Model, x: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+    """No real token is of class 0, whose probability is 0, but pads are."""
+    hide = F.pad(torch.full((1,), -inf, dtype=x.dtype, device=x.device), (0, D - 1))
+    terms = (x + hide).log_softmax(-1).gather(-1, mask.unsqueeze(-1)).squeeze(-1)
+    return (terms * mask).sum()
+
+
+EPS, ROWS = "divides by the square root", "of a table that has 8"
+POLE, KEY, UNKNOWN = "may have no finite value", "may hide every key", "is an op of which it is not known"
+HOLES: dict[str, tuple[Body, str]] = {
+    "layer norm without eps": (
+        lambda m, x, mask, labels: m.ce(F.layer_norm(kept(x, mask), (D,), eps=0), labels), EPS,
+    ),
+    "rms norm without eps": (
+        lambda m, x, mask, labels: m.ce(F.rms_norm(kept(x, mask), (D,), eps=0), labels), EPS,
+    ),
+    "a power of what is negative at pads": (
+        lambda m, x, mask, labels: m.ce(torch.where(mask.bool().unsqueeze(-1), x.abs() + 1, -1.0).pow(2.5), labels),
+        POLE,
+    ),
+    "an exponential of positions": (
+        lambda m, x, mask, labels: ((places(x).to(x.dtype) * 150).exp() / 1e280 * x.sum(-1) * mask).sum(), POLE,
+    ),
+    "a pole between two pads": (biased, POLE),
+    "positions that count pads": (lambda m, x, mask, labels: m.ce(x + m.places(counted(labels)), labels), ROWS),
+    "a table by such positions": (
+        lambda m, x, mask, labels: m.ce(x + m.places.weight[counted(labels)], labels), ROWS,
+    ),
+    "rows of a table": (
+        lambda m, x, mask, labels: m.ce(x + m.places.weight.index_select(0, places(x) + 2), labels), ROWS,
+    ),
+    "positions in bytes": (lambda m, x, mask, labels: m.ce(x + m.places(wrapped(x)), labels), ROWS),
+    "a class that is hidden": (hidden_class, "makes −inf of −inf"),
+    "rows that see no key": (
+        lambda m, x, mask, labels: m.ce(written(x, causal(x) & mask.bool()[:, :, None]), labels), KEY,
+    ),
+}  # fmt: skip
+
+# Of these the derivative at 0 is a choice of torch, or the result one of the kernel: refused, though right on a CPU.
+KERNELS: dict[str, tuple[Body, str]] = {
+    "a window and a mask": (
+        lambda m, x, mask, labels: m.ce(fused(x, (window(x) & keys(mask)[:, 0])[:, None]), labels), KEY,
+    ),
+    "rows of another sequence": (
+        lambda m, x, mask, labels: m.ce(
+            x + F.scaled_dot_product_attention(
+                x, m.first.expand(x.shape[0], 1, D), m.first.expand(x.shape[0], 1, D), mask.bool().unsqueeze(-1)
+            ), labels,
+        ), KEY,
+    ),
+    "a norm of roots": (
+        lambda m, x, mask, labels: m.ce(x + torch.linalg.vector_norm(kept(x, mask), 0.5, -1, keepdim=True), labels),
+        "only with ord=2, and has ord=0.5",
+    ),
+    "a deviation": (
+        lambda m, x, mask, labels: m.ce(x + kept(x, mask).std(-1, keepdim=True), labels), UNKNOWN,
+    ),
+    "a running product": (lambda m, x, mask, labels: m.ce(kept(x, mask).cumprod(-1), labels), UNKNOWN),
+    "a running sum of exponentials": (
+        lambda m, x, mask, labels: m.ce(kept(x, mask).logcumsumexp(-1), labels), UNKNOWN,
+    ),
+    "a product": (
+        lambda m, x, mask, labels: m.ce(x * kept(x, mask).prod(-1, keepdim=True), labels), UNKNOWN,
+    ),
+    "a cosine": (
+        lambda m, x, mask, labels: m.ce(x * F.cosine_similarity(kept(x, mask), x, -1).unsqueeze(-1), labels),
+        UNKNOWN + "|may have no finite",
+    ),
+    "random numbers": (lambda m, x, mask, labels: m.ce(x + torch.rand_like(x), labels), "no rule|random|not known"),
+}  # fmt: skip
+
+
+def whole() -> dict[str, Tensor]:
+    """Samples all of whose tokens are there."""
+    return {**batch(), "attention_mask": torch.ones_like(batch()["labels"])}
+
+
+@pytest.mark.parametrize(("body", "message"), HOLES.values(), ids=HOLES.keys())
+def test_what_would_be_wrong_is_refused(body: Body, message: str) -> None:
+    model = made(body)
+    right = gradients(model, whole())
+    assert all(g.isfinite().all() for g in right)
+    longer = padded(whole(), make_settings(sequence=SEQUENCE, padded_from=TOKENS, padding=PADDING))
+    try:
+        found = gradients(model, longer)
+    except (IndexError, RuntimeError) as error:
+        assert "out of" in str(error) or "index" in str(error)
+    else:
+        assert not all(torch.allclose(a, b, rtol=1e-6, atol=1e-6) for a, b in zip(found, right, strict=True))
+    with pytest.raises(PlanError, match=message):
+        typed(model)
+
+
+@pytest.mark.parametrize(("body", "message"), KERNELS.values(), ids=KERNELS.keys())
+def test_what_depends_on_the_kernel_is_refused(body: Body, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        typed(made(body))
+
+
+@pytest.mark.parametrize("epsilon", [1e-50, 1e-36])
+def test_an_epsilon_is_one_of_the_runs_precision(epsilon: float) -> None:
+    """In fp32 the first is 0, and of the second the derivative overflows."""
+
+    def body(m: Model, x: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+        return m.ce(x * torch.rsqrt(kept(x, mask).pow(2).mean(-1, keepdim=True) + epsilon), labels)
+
+    model = made(body).float()
+    longer = padded(whole(), make_settings(sequence=SEQUENCE, padded_from=TOKENS, padding=PADDING))
+    assert all(g.isfinite().all() for g in gradients(model, whole()))
+    assert not all(g.isfinite().all() for g in gradients(model, longer))
+    with pytest.raises(PlanError, match=POLE):
+        typed(model, "fp32")
+    typed(made(body).double())
