@@ -72,7 +72,8 @@ def _source(node: fx.Node) -> Any:
 
 
 def _paddings(program: Program) -> tuple[Padding, ...]:
-    """Each dim of an input that is the sequence, with what it is padded with: ignored targets, else 0."""
+    """Each dim of an input that is the sequence, with what it is padded with, as its dtype has it: ignored targets,
+    else 0."""
     ignored, ids = ignored_targets(program), _ids(program)
     found: list[Padding] = []
     for name, facts in program.inputs.items():
@@ -82,6 +83,7 @@ def _paddings(program: Program) -> tuple[Padding, ...]:
             )
         value = ignored.get(name, 0)
         value = 0 if value < 0 and name in ids else value  # a table has no such row
+        value = int(torch.tensor(value).to(facts.dtype))
         found += [Padding(name, dim, value) for dim, size in enumerate(facts.shape) if size == S]
     if not found:
         raise PadsMatter("no input has a sequence")
