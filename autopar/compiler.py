@@ -77,10 +77,13 @@ def compile_program(program: Program, plan: Plan) -> Program:
     return program
 
 
-def sequence_only(program: Program, cp: int, tp: int, sequence: int, context: str) -> Plan:
+def sequence_only(
+    program: Program, cp: int, tp: int, sequence: int, context: str, padded_from: int | None = None
+) -> Plan:
     """A plan that does nothing but cut sequences over cp, by the layout `context`."""
     stages = ((0, len(program.layer_calls)),)
-    return Plan(Mesh(cp=cp, tp=tp), 1, 1, sequence, stages, context=Solution(cp, {}, context))
+    context_solution = Solution(cp, {}, context)
+    return Plan(Mesh(cp=cp, tp=tp), 1, 1, sequence, stages, context=context_solution, padded_from=padded_from)
 
 
 def with_heads(program: Program, plan: Plan) -> Program:

@@ -106,8 +106,8 @@ class Plan:
             raise PlanError(f"{', '.join(wrong)}: use whole numbers of 1 or more")
         if self.sequence % self.mesh.cp:
             raise PlanError(
-                f"sequence={self.sequence} is not divisible by cp={self.mesh.cp}: "
-                f"use {nearest_lengths(self.sequence, self.mesh.cp)}, pad_to_multiple_of={2 * self.mesh.cp}, "
+                f"{asked_length(self.sequence, self.padded_from)} is not divisible by cp={self.mesh.cp}: "
+                f"use {lengths_that_work(self.sequence, self.padded_from, self.mesh.cp, 2 * self.mesh.cp)}, "
                 "or another cp"
             )
         if self.padded_from is not None and not 1 <= self.padded_from < self.sequence:
@@ -214,6 +214,20 @@ def check_precision(precision: str, reduce_dtype: str | None) -> None:
     legal = dict.fromkeys((MASTERS[precision], precision))
     if reduce_dtype is not None and reduce_dtype not in legal:
         raise PlanError(f"reduce_dtype={reduce_dtype!r} with precision={precision!r}: use {' or '.join(legal)}")
+
+
+def asked_length(sequence: int, padded_from: int | None) -> str:
+    """The length that a user gave, and what it is padded to: "sequence=1001 padded to 1004"."""
+    return f"sequence={sequence}" if padded_from is None else f"sequence={padded_from} padded to {sequence}"
+
+
+def lengths_that_work(sequence: int, padded_from: int | None, multiple: int, pads: int) -> str:
+    """The legal lengths around one that is not, and the padding that makes one: "1,000 or 1,004, pad_to_multiple_of=8".
+
+    Who pads already is told of a multiple alone: the padded length is none of the user's choosing.
+    """
+    padding = f"pad_to_multiple_of={pads}"
+    return f"{nearest_lengths(sequence, multiple)}, {padding}" if padded_from is None else padding
 
 
 def nearest_lengths(sequence: int, multiple: int) -> str:

@@ -102,7 +102,7 @@ class _Solver:
         values = {B: 1, S: self.job.sequence}
         if layout is not ULYSSES and _drops(self.program):
             raise InfeasibleError("attention dropout: its ranks would draw other masks than one device; set it to 0")
-        plan = sequence_only(self.program, cp, tp, self.job.sequence, layout.name)
+        plan = sequence_only(self.program, cp, tp, self.job.sequence, layout.name, self.job.padded_from)
         prepared = with_heads(self.program, plan)
         costs = TimeCosts(self.job.cluster.hardware, self.job.precision, cp, values, axis="cp")
         axis = context_axis(self.program, cp, values, layout.name, tp)

@@ -9,6 +9,7 @@ from ..cost_models.layer_costs import ModelCosts
 from ..errors import PlanError
 from ..ir.graph import B, Program, S
 from ..ir.units import read_elsewhere
+from ..plan import asked_length
 from ..request import Job
 from ..rules.data_axis import data_types
 from .layouts import position_rows, why_not
@@ -54,7 +55,8 @@ def cp_sizes(job: Job, pins: Pins) -> list[int]:
             parts = next((f"pad_to_multiple_of={2 * c}, " for c in divisors(job.cluster.gpus) if c > 1), "")
             raise PlanError(
                 f"attention={pins.attention!r} is for cp > 1, and none divides gpus={job.cluster.gpus} and "
-                f"sequence={job.sequence}: use {parts}another length or number of GPUs, or leave it free"
+                f"{asked_length(job.sequence, job.padded_from)}: use {parts}another length or number of GPUs, or leave "
+                "it free"
             )
         return cut
     wanted = job.sequence >= _WORTH_CUTTING or job.global_batch < job.cluster.gpus
@@ -65,8 +67,7 @@ def illegal_sizes(program: Program, job: Job, pins: Pins) -> dict[str, str]:
     """Why some tp sizes cannot be; PlanError where the pinned one cannot, or the sequence is too long."""
     values = {B: 1, S: job.sequence}
     low, high = program.sequence_range
-    tokens = job.padded_from or job.sequence
-    asked = f"sequence={tokens}{f' padded to {job.sequence}' if job.padded_from else ''}"
+    tokens, asked = job.padded_from or job.sequence, asked_length(job.sequence, job.padded_from)
     if tokens < low or job.sequence > high:
         raise PlanError(f"{asked}: the model's forward allows {low} to {high} (a branch on the length)")
     if (rows := position_rows(program)) is not None and rows < job.sequence:

@@ -35,12 +35,14 @@ def inputs():
 """
 
 
-def planned(model: Any = None, sequence: int = 29, multiple: int | None = 4, **pins: Any) -> Parallelized:
+def planned(
+    model: Any = None, sequence: int = 29, multiple: int | None = 4, gpus: int = 2, **pins: Any
+) -> Parallelized:
     torch.manual_seed(0)
     model = model or GPT(GPTConfig(64, n_layer=2, n_head=4, d_model=32, block_size=64))
     ids = torch.zeros(2, 16, dtype=torch.long, device="meta")
     result: Parallelized = autopar.parallelize(
-        model, 2, gpu="h100-sxm-80gb", inputs={"input_ids": ids, "labels": ids}, sequence=sequence,
+        model, gpus, gpu="h100-sxm-80gb", inputs={"input_ids": ids, "labels": ids}, sequence=sequence,
         pad_to_multiple_of=multiple, global_batch=4, **pins,
     )  # fmt: skip
     return result
@@ -93,6 +95,10 @@ def test_the_padded_program_computes_the_model() -> None:
         (
             {"multiple": None, "cp": 2, "sequence": 30, "attention": "ring"},
             "use 28 or 32, pad_to_multiple_of=4, another",
+        ),
+        (
+            {"multiple": 3, "cp": 4, "sequence": 28, "gpus": 4},
+            "sequence=28 padded to 30 is not divisible by cp=4: use pad_to_multiple_of=8, or another cp",
         ),
         ({"multiple": None, "cp": 2}, "use 28 or 30, pad_to_multiple_of=4, or another cp"),
         ({"multiple": None, "attention": "ring"}, "and sequence=29: use pad_to_multiple_of=4, another length"),
