@@ -17,6 +17,7 @@ from autopar.placement import Shard
 from autopar.plan import Plan, nearest_lengths
 from autopar.rules.arguments import option
 from autopar.rules.attention import is_causal, is_zigzag
+from autopar.runtime.tiles import Layout, hops
 
 aten = torch.ops.aten
 
@@ -111,18 +112,13 @@ def _cut_attention(node: fx.Node, plan: Plan, zigzag: bool) -> None:
     if window is not None:
         options["window"] = window
     if q == k == Shard(2):
-        hops = _hops(ranks, plan.sequence // ranks, zigzag, window)
-        node.target, node.kwargs = ring_attention, {**options, "ranks": ranks, "hops": hops}
+        tokens = plan.sequence // ranks
+        layout = Layout(ranks, tokens, tokens, causal, zigzag and causal, window)
+        furthest = max(hops(layout, block) for block in range(ranks))
+        node.target, node.kwargs = ring_attention, {**options, "ranks": ranks, "hops": furthest}
     elif q == Shard(2) and causal:
         node.target, node.kwargs = gathered_attention, options
     else:
         return
     node.args = tuple(node_inputs(node)[:3])
     update_info(node, window=None)
-
-
-def _hops(ranks: int, tokens: int, zigzag: bool, window: int | None) -> int:
-    """How often K and V of a rank, of so many tokens, are passed on: until no rank after it has rows that see them."""
-    if window is None or zigzag and window > 1:  # in zigzag, the rank before has the chunk after
-        return ranks - 1
-    return min(ranks - 1, -(-(window - 1) // tokens))

@@ -35,21 +35,25 @@ class GroupHeads:
             return program
         program = program.copy_blocks()
         for block in program.blocks.values():
-            found = [_group(node, plan.context.name == "ulysses") for node in block.ops]
+            found = [_group(node, plan) for node in block.ops]
             if any(found):
                 eliminate_dead(block.graph)
         return program
 
 
-def _group(node: fx.Node, whole: bool) -> bool:
-    """Whether a node is attention that now reads groups; `whole`: of sequences that are whole."""
+def _group(node: fx.Node, plan: Plan) -> bool:
+    """Whether a node is attention that now reads groups."""
     if node.target is not aten.scaled_dot_product_attention.default:
         return False
-    if option(node, "attn_mask") is not None and (whole or info(node).window is None):
+    if option(node, "attn_mask") is not None and (plan.context.name == "ulysses" or info(node).window is None):
         return False
     q, k, v = node_inputs(node)[:3]
     groups = [_unrepeated(operand) for operand in (k, v)]
-    if None in groups or len({info(g).shape[1] for g in groups if g is not None}) > 1:
+    counts = {int(info(group).shape[1]) if group is not None else 0 for group in groups}
+    if len(counts) > 1 or 0 in counts:
+        return False
+    (count,), tp = counts, plan.mesh.tp
+    if count % tp and tp % count:  # tp could not share them out, as it may those that are repeated
         return False
     node.args = (q, *groups, *node.args[3:])
     node.kwargs = {**node.kwargs, "enable_gqa": True}

@@ -1,7 +1,7 @@
 """Loaded before any test: one thread before anything computes, `--update-goldens`, and cases that take turns."""
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,15 +18,32 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
-def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Of a test marked `in_turn(n)` the first of each n cases stays in `make test`."""
-    seen: Counter[str] = Counter()
+def pytest_collection_modifyitems(items: Sequence[pytest.Function]) -> None:
+    """Of a test marked `in_turn(n)` a part of the cases stays in `make test`."""
+    marked = defaultdict(list)
     for item in items:
         if turns := item.get_closest_marker("in_turn"):
-            test = item.nodeid.partition("[")[0]
-            if seen[test] % turns.args[0]:
-                item.add_marker(pytest.mark.slow)
-            seen[test] += 1
+            marked[item.nodeid.partition("[")[0], turns.args[0]].append(item)
+    for (_, n), cases in marked.items():
+        kept = cases_in_turn([_values(case) for case in cases], n)
+        for i in set(range(len(cases))) - kept:
+            cases[i].add_marker(pytest.mark.slow)
+
+
+def _values(case: pytest.Function) -> dict[str, str]:
+    return {name: repr(value) for name, value in case.callspec.params.items()}
+
+
+def cases_in_turn(cases: Sequence[Mapping[str, object]], n: int) -> set[int]:
+    """The first of each n cases, and each value of a parameter that several cases have at least once."""
+    often = {value for value, times in Counter(v for case in cases for v in case.items()).items() if times > 1}
+    kept = set(range(0, len(cases), n))
+    unseen = often - {value for i in kept for value in cases[i].items()}
+    for i, case in enumerate(cases):
+        if unseen & case.items():
+            kept.add(i)
+            unseen -= case.items()
+    return kept
 
 
 @pytest.fixture

@@ -75,11 +75,11 @@ def is_zigzag(program: Program, layout: str, ranks: int, sequence: int) -> bool:
     """Whether a layout of cp cuts sequences in zigzag: where that makes some causal attention faster, no heads cut."""
     ops = (node for _, node in program.each_op())
     return layout in ("ring", "all_gather") and any(
-        node.target in _FUSED and is_causal(node) and not _is_short(info(node).window, ranks, sequence) for node in ops
+        node.target in _FUSED and is_causal(node) and not is_short(info(node).window, ranks, sequence) for node in ops
     )
 
 
-def _is_short(window: int | None, ranks: int, sequence: int) -> bool:
+def is_short(window: int | None, ranks: int, sequence: int) -> bool:
     """Whether even in zigzag some rank has only rows that see a whole window: the last one, with those in the middle.
 
     Then its work is that of the busiest rank in order, where a ring can end once the window is passed.

@@ -16,6 +16,7 @@ from ..mesh import AXES, Mesh
 from ..plan import Plan
 from ..recompute import Again, group_of
 from ..request import Job, with_loss
+from ..rules.attention import is_short
 from ..trace.huggingface import is_huggingface
 
 LARGEST = 40_000_000  # parameters that are trained as they are, in fp64
@@ -47,7 +48,8 @@ def small_enough(job: Job, plan: Plan) -> tuple[nn.Module, Plan, str]:
         global_batch=2 * mesh.pp * mesh.dp, sequence=32, hsdp=2 if grouped else None,
         padded_from=29 if plan.padded_from else None,
     )  # fmt: skip
-    return _shrunk(job.model, layers), small, f"shrunk to {layers} narrow layers on {mesh}"
+    window = _shrunk_window(job.model, plan, small)
+    return _shrunk(job.model, layers, window), small, f"shrunk to {layers} narrow layers on {mesh}"
 
 
 def _shrunk_recompute(plan: Plan, stages: tuple[tuple[int, int], ...]) -> tuple[Again, ...]:
@@ -83,11 +85,23 @@ def fewer_samples(plan: Plan) -> Plan:
     return replace(plan, global_batch=batches * plan.micro_batch * plan.mesh.dp)
 
 
-def _shrunk(model: nn.Module, layers: int) -> nn.Module:
+def _shrunk_window(model: nn.Module, plan: Plan, small: Plan) -> int | None:
+    """The model's sliding window in a shorter sequence: as long a part of it, and cut over cp in the same order."""
+    window: int | None = getattr(model.config, "sliding_window", None)
+    if window is None or window >= plan.sequence:
+        return window
+    widths = list(range(2, small.sequence))
+    if plan.mesh.cp > 1:
+        short = is_short(window, plan.mesh.cp, plan.sequence)
+        widths = [w for w in widths if is_short(w, small.mesh.cp, small.sequence) == short]
+    return min(widths, key=lambda w: abs(w * plan.sequence - window * small.sequence))
+
+
+def _shrunk(model: nn.Module, layers: int, window: int | None) -> nn.Module:
     """A Hugging Face model of the same class with few, narrow layers and the same head grouping."""
     config: Any = copy.deepcopy(model.config)
     heads, groups = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
-    narrow = {"num_hidden_layers": layers, "vocab_size": 256, "head_dim": 8}
+    narrow = {"num_hidden_layers": layers, "vocab_size": 256, "head_dim": 8, "sliding_window": window}
     ratio = heads // groups if groups else 1
     narrow |= {"num_attention_heads": 4 * ratio, "num_key_value_heads": 4, "hidden_size": 32 * ratio}
     narrow["intermediate_size"] = 64 * ratio

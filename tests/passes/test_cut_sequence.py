@@ -8,11 +8,10 @@ from autopar.errors import PlanError
 from autopar.ir.custom import OpaqueCall
 from autopar.ir.graph import Program, update_info
 from autopar.ir.text import program_text
-from autopar.passes.cut_sequence import CutSequence, _hops
+from autopar.passes.cut_sequence import CutSequence
 from autopar.passes.insert_conversions import InsertConversions
 from autopar.passes.shard_parameters import ShardParameters
 from autopar.plan import Plan
-from autopar.runtime.tiles import Layout, hops
 from tests.passes.programs import context_plan, read
 
 _LAYER = """
@@ -166,9 +165,8 @@ def test_heads_exchanged_for_the_sequence_meet_the_mask() -> None:
     assert "tables" in program.blocks and not program.zigzag
 
 
-@pytest.mark.parametrize("cp", [2, 4, 8])
-@pytest.mark.parametrize("zigzag", [False, True])
-def test_keys_are_passed_on_as_often_as_the_runtime_does(cp: int, zigzag: bool) -> None:
-    for window in (*range(1, 32), None):
-        layout = Layout(cp, 4, 4, True, zigzag, window)
-        assert _hops(cp, 4, zigzag, window) == max(hops(layout, block) for block in range(cp)), window
+@pytest.mark.parametrize(("cp", "window", "hops"), [(2, 4, 1), (4, 2, 1), (4, 5, 1), (4, 6, 2), (4, 16, 3)])
+def test_keys_are_passed_on_as_far_as_the_window_reaches(cp: int, window: int, hops: int) -> None:
+    """In order, where it is short, of 4 tokens a rank; else to all ranks."""
+    program = cut_window("S(2), S(2), S(2), R -> S(2)", "ring", window, sequence=4 * cp, cp=cp)
+    assert f"hops={hops}" in "".join(lines_of(program))

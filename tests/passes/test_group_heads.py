@@ -66,6 +66,13 @@ def test_others_stay(old: str, new: str) -> None:
     assert shapes[0] == shapes[1]
 
 
+@pytest.mark.parametrize("tp", [2, 3, 4, 8])
+def test_groups_that_tp_cannot_share_out_stay_repeated(tp: int) -> None:
+    program = read(_BEFORE.format(mask="None"))
+    after = GroupHeads().apply(program, context_plan(layout="ring", tp=tp))
+    assert len(after.blocks["model"].nodes) == len(program.blocks["model"].nodes) - (0 if tp == 3 else 5)
+
+
 def test_without_cp_nothing_changes() -> None:
     program = read(_BEFORE.format(mask="None"))
     assert GroupHeads().apply(program, context_plan(cp=1)) is program

@@ -21,6 +21,7 @@ from autopar.compiler import prepare
 from autopar.emit.source import model_source
 from autopar.errors import PlanError
 from autopar.parity import Parity, no_dropout, part_errors, relative_error, train_original
+from autopar.rules.attention import is_short
 from autopar.verification import program as verification
 from autopar.verification.program import _largest
 from autopar.verification.samples import Input, inputs_of, random_batch
@@ -220,6 +221,21 @@ def test_a_factory_is_built_with_its_loss() -> None:
     ids = torch.zeros(2, SEQUENCE, dtype=torch.long)
     assert model(input_ids=ids, labels=ids).shape == ()
     assert not any(p.is_meta for p in model.parameters())
+
+
+def test_a_window_shrinks_with_the_sequence() -> None:
+    """And the shrunk program cuts sequences as the plan does: in order where the window is short."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    with torch.device("meta"):
+        model = MistralForCausalLM(MistralConfig(num_hidden_layers=2, sliding_window=1024))
+    result = parallelize(model, 4, gpu="h100-sxm-80gb", sequence=8192, global_batch=1, cp=4, attention="ring", zero=3)
+    for window, small in ((1024, 4), (3000, 8), (3073, 12)):
+        model.config.sliding_window = window
+        narrow, plan, note = small_enough(result.job, result.plan)
+        assert narrow.config.sliding_window == small  # type: ignore[union-attr]
+        assert plan.mesh.cp == 2 and note.startswith("shrunk to 2")
+        assert is_short(window, 4, 8192) == is_short(small, 2, plan.sequence)
 
 
 def test_samples_are_in_range() -> None:
