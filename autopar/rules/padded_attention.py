@@ -66,7 +66,7 @@ def _check_hidden(node: fx.Node, masks: Sequence[Padded], keys: Tokens) -> None:
 def _check_seen(node: fx.Node, mask: Padded) -> None:
     """Rows at pads see a key that is a real token, if real rows do: what kernels make of others is their own affair."""
     truths = info(node_inputs(node)[3]).dtype == torch.bool
-    if mask.dims[-2] is not None and not (mask.pads[-2] == _SEEN if truths else mask.pads[-2].finite):
+    if not mask.is_alike(-2) and not (mask.pads[-2] == _SEEN if truths else mask.pads[-2].finite):
         raise PadsMatter(_SEES_NOTHING)
 
 

@@ -111,6 +111,6 @@ def as_real(node: fx.Node, operands: Sequence[Padded], dim: int, found: Interval
     """Whether at pads of a dim the result is −inf only where it is at real tokens too: what hides is the same for
     all tokens of the dim."""
     own = [(n, x) for n, x in zip(node_inputs(node), operands, strict=True)
-           if -dim <= len(x.dims) and x.dims[dim] is not None]  # fmt: skip
+           if not x.is_alike(dim)]  # fmt: skip
     chooses = any(info(n).dtype == torch.bool for n, _ in own)
     return found.constant is None and not chooses and all(x.at(dim).finite for _, x in own)

@@ -97,7 +97,9 @@ def _elementwise(node: fx.Node, operands: Sequence[Padded], lengths: Lengths) ->
         raise PadsMatter("draws random numbers, which would be others for real tokens too")
     check_poles(node, operands)
     real, whole = (apply(node, found) for found in ([x.real for x in operands], [x.whole for x in operands]))
-    return padded(dims, real, [_at(node, operands, i) if dims[i] else real for i in places], whole)
+    pads = [_at(node, operands, i) if dims[i] else real for i in places]
+    drawn = node.target is aten.dropout.default
+    return padded(dims, real, pads, whole, [not drawn and all(x.is_alike(i) for x in operands) for i in places])
 
 
 def _at(node: fx.Node, operands: Sequence[Padded], dim: int) -> Interval:

@@ -13,7 +13,7 @@ from ..ir.graph import Role, info, node_inputs
 from .arguments import option
 from .padded_local import local
 from .padded_values import Interval, Padded, PadsMatter, padded, same, unknown
-from .padded_views import VIEWS, Lengths
+from .padded_views import VIEWS, Lengths, moved, reshaped, selected, sliced
 
 aten = torch.ops.aten
 
@@ -103,6 +103,5 @@ def _of_buffers(node: fx.Node) -> bool:
     """Whether numbers are moved out of the model's buffers, whose own rows were checked."""
     if node.op == "placeholder":
         return info(node).role is Role.BUFFER
-    return (node.target in VIEWS or node.target is aten.gather.default) and all(
-        _of_buffers(n) for n in node_inputs(node)[:1]
-    )
+    moves = node.target is aten.gather.default or VIEWS.get(node.target) in (moved, reshaped, sliced, selected)
+    return moves and _of_buffers(node_inputs(node)[0])

@@ -84,12 +84,19 @@ def tokens_of(size: sympy.Expr) -> Tokens | None:
 class Padded:
     """A value. dims: where its tokens are. real: its elements at real tokens. pads: by dim, those whose index in
     this dim is a pad and in every other a real token; of a dim without tokens, `real`. whole: all elements, also those
-    at pads of several dims."""
+    at pads of several dims. alike: by dim, whether pads there have what real tokens have, all else the same."""
 
     dims: tuple[Tokens | None, ...]
     real: Interval
     pads: tuple[Interval, ...]
     whole: Interval
+    alike: tuple[bool, ...] = ()
+
+    def is_alike(self, dim: int) -> bool:
+        """Whether pads of a dim counted from the last, −1, are as its tokens, also of one that it lacks."""
+        if -dim > len(self.dims) or self.dims[dim] is None or self.alike and self.alike[dim]:
+            return True
+        return self.real.constant is not None and self.pads[dim] == self.real
 
     def at(self, dim: int) -> Interval:
         """Its elements at the pads of a dim counted from the last, −1, also of one that it lacks."""
@@ -97,12 +104,18 @@ class Padded:
 
 
 def padded(
-    dims: Sequence[Tokens | None], real: Interval, pads: Sequence[Interval] | None = None, whole: Interval | None = None
+    dims: Sequence[Tokens | None],
+    real: Interval,
+    pads: Sequence[Interval] | None = None,
+    whole: Interval | None = None,
+    alike: Sequence[bool] = (),
 ) -> Padded:
     """A value; the elements at pads lie where the real ones do, unless they are given, and all of them in the hull."""
     pads = [real] * len(dims) if pads is None else pads
     pads = [p if t else real for t, p in zip(dims, pads, strict=True)]
-    return Padded(tuple(dims), real, tuple(pads), reduce(Interval.hull, pads, real if whole is None else whole))
+    return Padded(
+        tuple(dims), real, tuple(pads), reduce(Interval.hull, pads, real if whole is None else whole), tuple(alike)
+    )
 
 
 def same(found: Sequence[Tokens | None]) -> Tokens | None:

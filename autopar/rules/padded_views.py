@@ -43,12 +43,13 @@ View = Callable[[fx.Node, Sequence[Padded], Rule, Lengths], Padded]
 def moved(node: fx.Node, operands: Sequence[Padded], rule: Rule, lengths: Lengths) -> Padded:
     """Transposed, expanded and the like: a dim of the result is one of the operand, or new."""
     (x,), (source,) = operands, rule.inputs
-    dims, pads = [], []
+    dims, pads, alike = [], [], []
     for factor, size in zip(rule.output, info(node).shape, strict=True):
         old = source.index(factor) if factor is not None and factor in source else None
+        alike.append(old is None or x.is_alike(old - len(source)))
         dims.append(tokens_of(size) if old is None else x.dims[old])
         pads.append(x.real if old is None else x.pads[old])
-    return padded(dims, x.real, pads, x.whole)
+    return padded(dims, x.real, pads, x.whole, alike)
 
 
 def reshaped(node: fx.Node, operands: Sequence[Padded], rule: Rule, lengths: Lengths) -> Padded:

@@ -88,6 +88,9 @@ ALLOWED: dict[str, Callable[..., Tensor]] = {
         fused(x, torch.zeros_like(keys(mask), dtype=x.dtype).masked_fill(~keys(mask), float("-inf"))), labels
     ),
     "a window by positions": lambda m, x, mask, labels: m.ce(fused(x, window(x)[None, None]), labels),
+    "a mask of keys for each row": lambda m, x, mask, labels: m.ce(
+        fused(x, keys(mask).expand(-1, 1, x.shape[1], -1) & (mask >= 0)[:, None, None, :]), labels
+    ),
     "attention written out": lambda m, x, mask, labels: m.ce(
         written(x, places(x)[None, :] <= places(x)[:, None]), labels
     ),

@@ -90,6 +90,9 @@ HOLES: dict[str, tuple[Body, str]] = {
     "rows of a table": (
         lambda m, x, mask, labels: m.ce(x + m.places.weight.index_select(0, places(x) + 2), labels), ROWS,
     ),
+    "positions from 2": (
+        lambda m, x, mask, labels: m.ce(x + m.places(torch.arange(2, x.shape[1] + 2, device=x.device)), labels), ROWS,
+    ),
     "positions in bytes": (lambda m, x, mask, labels: m.ce(x + m.places(wrapped(x)), labels), ROWS),
     "a class that is hidden": (hidden_class, "makes −inf of −inf"),
     "rows that see no key": (
