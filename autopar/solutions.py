@@ -106,7 +106,7 @@ class _Solver:
         prepared = with_heads(self.program, plan)
         costs = TimeCosts(self.job.cluster.hardware, self.job.precision, cp, values, axis="cp")
         axis = context_axis(self.program, cp, values, layout.name, tp)
-        check_length(self.job.sequence, cp, axis.parts > cp)
+        check_length(self.job.sequence, self.job.padded_from, cp, axis.parts > cp)
         key = (layout.name, tuple(axis.offers([heads]) for heads in _heads(prepared)), _names(prepared))
         if key not in self._solved:
             self._solved[key] = solve(prepared, axis, costs, layout)

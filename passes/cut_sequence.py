@@ -14,7 +14,7 @@ from autopar.ir.graph import COUNT, NodeInfo, Program, Role, S, Shape, info, nod
 from autopar.ir.ops import gathered_attention, ring_attention
 from autopar.ir.values import drop_unread
 from autopar.placement import Shard
-from autopar.plan import Plan, nearest_lengths
+from autopar.plan import Plan, asked_length, lengths_that_work
 from autopar.rules.arguments import option
 from autopar.rules.attention import is_causal, is_zigzag
 from autopar.runtime.tiles import Layout, hops
@@ -47,7 +47,7 @@ class CutSequence:
             names = ", ".join(program.opaque)
             raise PlanError(f"cp={ranks}: {names} is kept whole, so its gradients would count {ranks} times: use cp=1")
         zigzag = is_zigzag(program, plan.context.name, ranks, plan.sequence)
-        check_length(plan.sequence, ranks, zigzag)
+        check_length(plan.sequence, plan.padded_from, ranks, zigzag)
         program = program.copy_blocks()
         for block in program.blocks.values():
             if block.name == COUNT:  # it reads the whole of what the model is given
@@ -63,13 +63,13 @@ class CutSequence:
         return drop_unread(replace(program, inputs=inputs, zigzag=zigzag))  # masks, where a window says the same
 
 
-def check_length(sequence: int, ranks: int, zigzag: bool) -> None:
-    """PlanError where a sequence in zigzag has no equal chunks."""
+def check_length(sequence: int, padded_from: int | None, ranks: int, zigzag: bool) -> None:
+    """PlanError where a sequence, of so many tokens before it is padded, has in zigzag no equal chunks."""
     if zigzag and sequence % (2 * ranks):
         raise PlanError(
-            f"sequence={sequence} is not divisible by 2 × cp={ranks}, as causal attention needs for equal "
-            f"work on each rank: use {nearest_lengths(sequence, 2 * ranks)}, pad_to_multiple_of={2 * ranks}, another "
-            "cp or attention='ulysses'"
+            f"{asked_length(sequence, padded_from)} is not divisible by 2 × cp={ranks}, as causal attention needs "
+            f"for equal work on each rank: use {lengths_that_work(sequence, padded_from, 2 * ranks, 2 * ranks)}, "
+            "another cp or attention='ulysses'"
         )
 
 

@@ -97,6 +97,11 @@ def test_the_padded_program_computes_the_model() -> None:
             "use 28 or 32, pad_to_multiple_of=4, another",
         ),
         (
+            {"multiple": 2, "cp": 2, "attention": "ring"},
+            "sequence=29 padded to 30 is not divisible by 2 × cp=2, as causal attention needs for equal work on each "
+            "rank: use pad_to_multiple_of=4, another cp",
+        ),
+        (
             {"multiple": 3, "cp": 4, "sequence": 28, "gpus": 4},
             "sequence=28 padded to 30 is not divisible by cp=4: use pad_to_multiple_of=8, or another cp",
         ),
