@@ -8,15 +8,16 @@ less than one layer's recompute, and would be hard to read.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from heapq import heappop, heappush
+from itertools import accumulate
 from math import ceil, inf
-from typing import TypeVar
 
 Chosen = tuple[tuple[str, int], ...]  # (choice, layers) of a class
 _TIE = 1 - 1e-12
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -42,24 +43,62 @@ class ClassOptions:
 
 
 def cheapest(
-    classes: Sequence[ClassOptions], saved_bytes: float, workspace_bytes: float, room_bytes: float
+    classes: Sequence[ClassOptions],
+    saved_bytes: float,
+    workspace_bytes: float,
+    room_bytes: float,
+    limit_s: float = inf,
 ) -> tuple[Chosen, ...] | None:
-    """What to recompute of each class so that saved activations and workspace fit; None if they cannot.
+    """What to recompute of each class so that saved activations and workspace fit; None if they cannot in `limit_s`.
 
     saved_bytes, workspace_bytes: without recompute. Minimises the seconds.
     """
     if saved_bytes + workspace_bytes <= room_bytes:
         return tuple(() for _ in classes)
-    best: tuple[float, tuple[Chosen, ...]] | None = None
+    best: tuple[Chosen, ...] | None = None
     for limit in sorted({option.workspace_bytes for own in classes for option in own.options if own.count}):
         need = saved_bytes + max(workspace_bytes, limit) - room_bytes
-        within = [(own.count, [o for o in own.options if o.workspace_bytes <= limit]) for own in classes]
-        if sum(count * max([0.0, *(o.frees_bytes for o in options)]) for count, options in within) < need * _TIE:
-            continue
-        found = _cover([(count, tuple(undominated(options))) for count, options in within], need)
-        if found is not None and (best is None or found[0] < best[0]):
-            best = found
-    return None if best is None else best[1]
+        within = [(own.count, tuple(o for o in own.options if o.workspace_bytes <= limit)) for own in classes]
+        if (found := _cover(within, need, limit_s)) is not None:
+            limit_s, best = found
+    return best
+
+
+class _Divisible:
+    """The seconds of freeing so many bytes if layers, and groups of them, could be divided: none take fewer.
+
+    Steps of each class's convex hull, by their seconds a byte.
+    """
+
+    def __init__(self, classes: Sequence[tuple[int, tuple[Option, ...]]]) -> None:
+        steps = sorted(step for count, options in classes for step in _hull(count, options))
+        self.freed = [0.0, *accumulate(freed for _, freed, _ in steps)]
+        self.time_s = [0.0, *accumulate(time_s for _, _, time_s in steps)]
+
+    def __call__(self, need_bytes: float) -> float:
+        if need_bytes <= 0:
+            return 0.0
+        at = bisect_left(self.freed, need_bytes * _TIE)
+        if at == len(self.freed):
+            return inf
+        over = (self.freed[at] - need_bytes) / (self.freed[at] - self.freed[at - 1])
+        return (self.time_s[at] - max(over, 0.0) * (self.time_s[at] - self.time_s[at - 1])) * _TIE
+
+
+@cache
+def _hull(count: int, options: tuple[Option, ...]) -> list[tuple[float, float, float]]:
+    """(seconds a byte, bytes, seconds) of the steps from nothing to what frees most, each the cheapest a byte."""
+    steps: list[tuple[float, float, float]] = []
+    time_s = freed = 0.0
+    while further := [
+        ((o.time_s - time_s) / (o.frees_bytes - freed), o.frees_bytes, o.time_s)
+        for o in options
+        if o.frees_bytes > freed
+    ]:
+        slope, *corner = min(further)
+        steps.append((slope, count * (corner[0] - freed), count * (corner[1] - time_s)))
+        freed, time_s = corner
+    return steps
 
 
 def undominated(options: Sequence[Option]) -> Iterator[Option]:
@@ -76,34 +115,42 @@ def _dominates(one: Option, other: Option) -> bool:
 
 
 def _cover(
-    classes: Sequence[tuple[int, tuple[Option, ...]]], need_bytes: float
+    classes: Sequence[tuple[int, tuple[Option, ...]]], need_bytes: float, limit_s: float
 ) -> tuple[float, tuple[Chosen, ...]] | None:
-    """(seconds, choices) of the cheapest cover of `need_bytes`."""
+    """(seconds, choices) of the cheapest cover of `need_bytes` in less than `limit_s`.
+
+    Class by class, what may come out cheapest first: its seconds so far, and those of the rest if it were divisible.
+    """
     there = [place for place, (count, options) in enumerate(classes) if count and options]
-    if not there:
+    rest = [_Divisible([classes[place] for place in there[at:]]) for at in range(len(there) + 1)]
+    if rest[0](need_bytes) >= limit_s:
         return None
-    nothing: list[Chosen] = [() for _ in classes]
-    front: list[tuple[float, float, list[Chosen]]] = [(0.0, 0.0, nothing)]
-    for place in there[:-1]:
-        grown = [
-            (time_s + own_s, freed + own_bytes, [*chosen[:place], own, *chosen[place + 1 :]])
-            for time_s, freed, chosen in front
-            for own_s, own_bytes, own in _front(*classes[place])
-        ]
-        front = _pareto(grown, need_bytes)
-    best: tuple[float, tuple[Chosen, ...]] | None = None
-    for time_s, freed, chosen in front:
-        last = _least(*classes[there[-1]], need_bytes - freed)
-        if last is not None and (best is None or time_s + last[0] < best[0]):
-            best = time_s + last[0], (*chosen[: there[-1]], last[1], *chosen[there[-1] + 1 :])
-    return best
+    own = [(classes[place][0], tuple(undominated(classes[place][1]))) for place in there]
+    reached: list[list[tuple[float, float]]] = [[] for _ in range(len(there) + 1)]  # seconds, bytes freed
+    waiting: list[tuple[float, int, float, float, tuple[Chosen, ...]]] = [(0.0, 0, 0.0, 0.0, ())]  # deepest first
+    while waiting:
+        _, left, time_s, freed, chosen = heappop(waiting)
+        at = -left
+        if at == len(there):
+            of_place = dict(zip(there, chosen, strict=True))
+            return time_s, tuple(of_place.get(place, ()) for place in range(len(classes)))
+        if any(seconds <= time_s and more >= freed for seconds, more in reached[at]):
+            continue
+        reached[at].append((time_s, freed))
+        last = at + 1 == len(there)
+        for own_s, own_bytes, mix in _least(*own[at], need_bytes - freed) if last else _front(*own[at]):
+            total_s = time_s + own_s
+            bound_s = total_s if last else total_s + rest[at + 1](need_bytes - freed - own_bytes)
+            if bound_s < limit_s:
+                heappush(waiting, (bound_s, -at - 1, total_s, freed + own_bytes, (*chosen, mix)))
+    return None
 
 
-def _least(count: int, options: tuple[Option, ...], need_bytes: float) -> tuple[float, Chosen] | None:
-    """The cheapest mix of two choices that frees enough; of each pair as little as does of the slower one."""
+def _least(count: int, options: tuple[Option, ...], need_bytes: float) -> list[tuple[float, float, Chosen]]:
+    """The cheapest mix of two choices that frees enough, if any; of each pair as little as does of the slower one."""
     if need_bytes <= 0:
-        return 0.0, ()
-    best: tuple[float, Chosen] | None = None
+        return [(0.0, 0.0, ())]
+    found: list[tuple[float, float, Chosen]] = []
     for base, option in _pairs(options):
         base_bytes = base.frees_bytes if base else 0.0
         if count * option.frees_bytes < need_bytes * _TIE:
@@ -111,13 +158,10 @@ def _least(count: int, options: tuple[Option, ...], need_bytes: float) -> tuple[
         gain = option.frees_bytes - base_bytes
         least = ceil((need_bytes - count * base_bytes) / gain * _TIE) if gain else 0
         taken = list(_taken(count, base, option, least))
-        if not taken:
-            continue
-        faster = base is not None and option.time_s < base.time_s  # and in larger groups, else it dominates
-        time_s, _, chosen = _point(count, base, option, taken[-1 if faster else 0])
-        if best is None or time_s < best[0]:
-            best = time_s, chosen
-    return best
+        if taken:
+            faster = base is not None and option.time_s < base.time_s  # and in larger groups, else it dominates
+            found.append(_point(count, base, option, taken[-1 if faster else 0]))
+    return [min(found, key=lambda point: point[0])] if found else []
 
 
 @cache
@@ -126,7 +170,7 @@ def _front(count: int, options: tuple[Option, ...]) -> list[tuple[float, float, 
     points = [(0.0, 0.0, Chosen())]
     for base, option in _pairs(options):
         points += [_point(count, base, option, taken) for taken in _taken(count, base, option, 0)]
-    return _pareto(points, inf)
+    return _pareto(points)
 
 
 def _pairs(options: Sequence[Option]) -> Iterator[tuple[Option | None, Option]]:
@@ -153,10 +197,10 @@ def _point(count: int, base: Option | None, option: Option, taken: int) -> tuple
     return time_s, sum(o.frees_bytes * n for o, n in used), tuple((o.what, n) for o, n in used)
 
 
-def _pareto(points: list[tuple[float, float, T]], need_bytes: float) -> list[tuple[float, float, T]]:
-    """Points that no cheaper one beats in bytes freed, up to the first that frees enough."""
-    kept: list[tuple[float, float, T]] = []
+def _pareto(points: list[tuple[float, float, Chosen]]) -> list[tuple[float, float, Chosen]]:
+    """Points that no cheaper one beats in bytes freed."""
+    kept: list[tuple[float, float, Chosen]] = []
     for point in sorted(points, key=lambda p: (p[0], -p[1])):
-        if not kept or (kept[-1][1] < need_bytes and point[1] > kept[-1][1]):
+        if not kept or point[1] > kept[-1][1]:
             kept.append(point)
     return kept

@@ -155,15 +155,23 @@ class StageCosts:
         times = [time.activations for time in setting.held(rank)]
         fullest = max(times, key=lambda held: sum(map(mul, held, saved)))
         most = tuple(map(max, *times)) if len(times) > 1 else fullest
+        # Slower ones are of no use.
+        room_s = self.limit_s - sum(stage_time(self.price, shape, setting.in_halves).total_s for shape in shapes)
         classes = len(self.price.classes)
         for held in dict.fromkeys((fullest, most)):
             held_bytes = sum(map(mul, held, saved))
-            found = self._cheapest(shapes, held, held_bytes, memory.transient_bytes, room)
+            found = self._cheapest(shapes, held, held_bytes, memory.transient_bytes, room, room_s)
             if found is not None:
                 yield tuple(found[at : at + classes] for at in range(0, len(shapes) * classes, classes))
 
     def _cheapest(
-        self, shapes: Shapes, held: Sequence[int], saved_bytes: float, transient_bytes: float, room_bytes: float
+        self,
+        shapes: Shapes,
+        held: Sequence[int],
+        saved_bytes: float,
+        transient_bytes: float,
+        room_bytes: float,
+        room_s: float,
     ) -> tuple[Chosen, ...] | None:
         """The set that fits where a rank holds so many micro-batches in each of its stages, by stage and class."""
         if saved_bytes + transient_bytes <= room_bytes:
@@ -175,7 +183,7 @@ class StageCosts:
                 ClassOptions(count, self._options(index, in_flight, after_bytes) if count else ())
                 for index, count in enumerate(shape.counts)
             ]
-        return cheapest(classes, saved_bytes, transient_bytes, room_bytes)
+        return cheapest(classes, saved_bytes, transient_bytes, room_bytes, room_s)
 
     def _options(self, index: int, in_flight: int, after_bytes: float) -> tuple[Option, ...]:
         """What may be recomputed of a class; `after_bytes` are free again when backward comes to the layers."""
