@@ -55,6 +55,9 @@ def cheapest(
     """
     if saved_bytes + workspace_bytes <= room_bytes:
         return tuple(() for _ in classes)
+    everything = _Divisible([(own.count, own.options) for own in classes])
+    if everything(saved_bytes + workspace_bytes - room_bytes) >= limit_s:
+        return None  # whatever the workspace
     best: tuple[Chosen, ...] | None = None
     for limit in sorted({option.workspace_bytes for own in classes for option in own.options if own.count}):
         need = saved_bytes + max(workspace_bytes, limit) - room_bytes
@@ -122,9 +125,9 @@ def _cover(
     Class by class, what may come out cheapest first: its seconds so far, and those of the rest if it were divisible.
     """
     there = [place for place, (count, options) in enumerate(classes) if count and options]
-    rest = [_Divisible([classes[place] for place in there[at:]]) for at in range(len(there) + 1)]
-    if rest[0](need_bytes) >= limit_s:
+    if _Divisible([classes[place] for place in there])(need_bytes) >= limit_s:
         return None
+    rest = [_Divisible([classes[place] for place in there[at:]]) for at in range(len(there))]
     own = [(classes[place][0], tuple(undominated(classes[place][1]))) for place in there]
     reached: list[list[tuple[float, float]]] = [[] for _ in range(len(there) + 1)]  # seconds, bytes freed
     waiting: list[tuple[float, int, float, float, tuple[Chosen, ...]]] = [(0.0, 0, 0.0, 0.0, ())]  # deepest first

@@ -28,7 +28,7 @@ from .infeasible import Case, infeasible_text
 from .loss_chunks import chunkable, loss_prices
 from .pins import Pins, Request
 from .space import Choice, enumerate_space
-from .stages import StageCosts, setting_for
+from .stages import Known, StageCosts, setting_for
 from .virtual import split_virtual
 
 
@@ -167,8 +167,9 @@ def _solve(case: Case, request: Request, hardware: Hardware, limit_s: float) -> 
     More slices cost time and free memory: once nothing is recomputed, no more are worth it.
     """
     best, may_fit = None, False
+    known: Known = {}
     for price in loss_prices(case.price, request):
-        found, fits = _solve_one(replace(case, price=price), request, hardware, limit_s)
+        found, fits = _solve_one(replace(case, price=price), request, hardware, limit_s, known)
         may_fit |= fits
         if found is not None:
             best, limit_s = found, found.estimate.step_time_s
@@ -177,10 +178,12 @@ def _solve(case: Case, request: Request, hardware: Hardware, limit_s: float) -> 
     return best, may_fit
 
 
-def _solve_one(case: Case, request: Request, hardware: Hardware, limit_s: float) -> tuple[Candidate | None, bool]:
+def _solve_one(
+    case: Case, request: Request, hardware: Hardware, limit_s: float, known: Known
+) -> tuple[Candidate | None, bool]:
     choice, price = case.choice, case.price
     room_s = limit_s - bubble_s(choice, price)
-    costs = StageCosts(choice, price, request, hardware, room_s / choice.micro_batches)
+    costs = StageCosts(choice, price, request, hardware, room_s / choice.micro_batches, known)
     if costs.average_bytes() > request.budget_bytes:
         return None, False
     ranges = (

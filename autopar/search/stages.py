@@ -42,16 +42,24 @@ class RankCost:
 
 
 _TOO_MUCH = RankCost(inf, inf, ())
+Known = dict[tuple[int, Shapes, int], RankCost]  # by rank, its stages, slices of the loss
 
 
 class StageCosts:
     """Time and memory of any ranges of layers as the stages of a rank, with the cheapest recompute that fits.
 
-    `limit_s`: a rank slower than this cannot win; it counts as one that does not fit.
+    `limit_s`: a rank slower than this cannot win; it counts as one that does not fit. `known`: costs of the same
+    choice and solution, found within this limit or a longer one.
     """
 
     def __init__(
-        self, choice: Choice, price: ModelPrice, request: Request, hardware: Hardware, limit_s: float = inf
+        self,
+        choice: Choice,
+        price: ModelPrice,
+        request: Request,
+        hardware: Hardware,
+        limit_s: float = inf,
+        known: Known | None = None,
     ) -> None:
         self.price = price
         self.request = request
@@ -60,7 +68,7 @@ class StageCosts:
         # What it receives is the one part of a stage that its neighbours decide.
         self.grows = _grows(price)
         self.work_s = price.work_until_s
-        self._costs: dict[tuple[int, Shapes], RankCost] = {}
+        self._costs: Known = {} if known is None else known
         self._ranges: dict[tuple[int, Ranges], RankCost] = {}
 
     def split(self) -> Ranges | None:
@@ -103,9 +111,12 @@ class StageCosts:
         if (rank, ranges) not in self._ranges:
             # Ranges of the same contents cost the same: classes are few, layers many.
             shapes = tuple(self._shape(*of_stage) for of_stage in ranges)
-            if (rank, shapes) not in self._costs:
-                self._costs[rank, shapes] = self._solve(rank, shapes)
-            self._ranges[rank, ranges] = self._costs[rank, shapes]
+            # Slices of the loss are of the last stage alone.
+            chunks = self.price.loss_chunks if any(shape.last for shape in shapes) else 1
+            if (key := (rank, shapes, chunks)) not in self._costs:
+                self._costs[key] = self._solve(rank, shapes)
+            cost = self._costs[key]
+            self._ranges[rank, ranges] = cost if cost.time_s <= self.limit_s else _TOO_MUCH
         return self._ranges[rank, ranges]
 
     def _shape(self, start: int, stop: int) -> StageShape:
