@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise, product
 from math import inf
+from operator import sub
 
 from autopar.cost_models.compute import stage_shape, stage_time
 
@@ -55,13 +56,16 @@ def split_virtual(costs: StageCosts, step_s: Callable[[Ranges], float], limit_s:
 
 def _times(costs: StageCosts) -> StageCost:
     """Seconds of a micro-batch through a stage, nothing recomputed and data axes apart."""
-    known: dict[tuple[int, int], float] = {}
+    price, in_halves = costs.price, costs.setting.in_halves
+    # Stages of the same contents take as long, to the last bit.
+    known: dict[tuple[tuple[int, ...], bool, bool], float] = {}
+    before, layers = price.counts_until, len(price.layers)
 
     def cost(_: int, start: int, stop: int) -> tuple[float, float]:
-        if (start, stop) not in known:
-            shape = stage_shape(costs.price, start, stop)
-            known[start, stop] = stage_time(costs.price, shape, costs.setting.in_halves).total_s
-        return known[start, stop], 0.0
+        counts = tuple(map(sub, before[stop], before[start]))
+        if (key := (counts, start == 0, stop == layers)) not in known:
+            known[key] = stage_time(price, stage_shape(price, start, stop), in_halves).total_s
+        return known[key], 0.0
 
     return cost
 
