@@ -42,6 +42,9 @@ class ClassOptions:
     options: tuple[Option, ...]
 
 
+_Classes = Sequence[tuple[int, tuple[Option, ...]]]  # layers of each class, what may be recomputed of them
+
+
 def cheapest(
     classes: Sequence[ClassOptions],
     saved_bytes: float,
@@ -55,14 +58,16 @@ def cheapest(
     """
     if saved_bytes + workspace_bytes <= room_bytes:
         return tuple(() for _ in classes)
-    everything = _Divisible([(own.count, own.options) for own in classes])
-    if everything(saved_bytes + workspace_bytes - room_bytes) >= limit_s:
+    if _Divisible([(own.count, own.options) for own in classes])(saved_bytes + workspace_bytes - room_bytes) >= limit_s:
         return None  # whatever the workspace
-    best: tuple[Chosen, ...] | None = None
-    for limit in sorted({option.workspace_bytes for own in classes for option in own.options if own.count}):
+    within: list[tuple[float, float, _Classes, float]] = []  # by what they take at least
+    for limit in {option.workspace_bytes for own in classes for option in own.options if own.count}:
         need = saved_bytes + max(workspace_bytes, limit) - room_bytes
-        within = [(own.count, tuple(o for o in own.options if o.workspace_bytes <= limit)) for own in classes]
-        if (found := _cover(within, need, limit_s)) is not None:
+        own = [(c.count, tuple(o for o in c.options if o.workspace_bytes <= limit)) for c in classes]
+        within.append((_Divisible(own)(need), limit, own, need))
+    best: tuple[Chosen, ...] | None = None
+    for bound_s, _, own, need in sorted(within):
+        if bound_s < limit_s and (found := _cover(own, need, limit_s)) is not None:
             limit_s, best = found
     return best
 
@@ -73,7 +78,7 @@ class _Divisible:
     Steps of each class's convex hull, by their seconds a byte.
     """
 
-    def __init__(self, classes: Sequence[tuple[int, tuple[Option, ...]]]) -> None:
+    def __init__(self, classes: _Classes) -> None:
         steps = sorted(step for count, options in classes for step in _hull(count, options))
         self.freed = [0.0, *accumulate(freed for _, freed, _ in steps)]
         self.time_s = [0.0, *accumulate(time_s for _, _, time_s in steps)]
@@ -117,16 +122,12 @@ def _dominates(one: Option, other: Option) -> bool:
     return ours[0] <= theirs[0] and ours[1] <= theirs[1] and (ours != theirs or one.group < other.group)
 
 
-def _cover(
-    classes: Sequence[tuple[int, tuple[Option, ...]]], need_bytes: float, limit_s: float
-) -> tuple[float, tuple[Chosen, ...]] | None:
+def _cover(classes: _Classes, need_bytes: float, limit_s: float) -> tuple[float, tuple[Chosen, ...]] | None:
     """(seconds, choices) of the cheapest cover of `need_bytes` in less than `limit_s`.
 
     Class by class, what may come out cheapest first: its seconds so far, and those of the rest if it were divisible.
     """
     there = [place for place, (count, options) in enumerate(classes) if count and options]
-    if _Divisible([classes[place] for place in there])(need_bytes) >= limit_s:
-        return None
     rest = [_Divisible([classes[place] for place in there[at:]]) for at in range(len(there))]
     own = [(classes[place][0], tuple(undominated(classes[place][1]))) for place in there]
     reached: list[list[tuple[float, float]]] = [[] for _ in range(len(there) + 1)]  # seconds, bytes freed
