@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from autopar.cost_models.compute import ModelPrice
 from autopar.cost_models.layer_costs import ModelCosts
@@ -12,10 +14,28 @@ from .pins import Pins, Request
 
 # Slices are doubled until what they leave of the logits is this share of the budget: more would free no more.
 _WORTH_FREEING = 0.01
+_BYTES = "saved_bytes", "working_bytes", "logits_bytes", "logits_peak_bytes", "waiting_bytes"
 
 
-def loss_prices(price: ModelPrice, request: Request) -> Iterator[ModelPrice]:
+@dataclass(frozen=True)
+class LossPrices:
+    """A model in each number of slices of its loss, fewest first.
+
+    relaxed: as fast as with the fewest, keeping as little as with the most: where it cannot win, none can. None where
+    there is nothing to choose, or more slices are not slower in every part of a step.
+    """
+
+    each: tuple[ModelPrice, ...]
+    relaxed: ModelPrice | None
+
+
+def loss_prices(price: ModelPrice, request: Request) -> LossPrices:
     """The model with whole logits, then with them in 2, 4, 8, … slices; or as pinned."""
+    each = tuple(_loss_prices(price, request))
+    return LossPrices(each, _relaxed(each))
+
+
+def _loss_prices(price: ModelPrice, request: Request) -> Iterator[ModelPrice]:
     pins, chunks = request.pins, 1
     if pins.loss_chunks is not None:
         yield price.with_chunks(pins.loss_chunks)
@@ -29,9 +49,19 @@ def loss_prices(price: ModelPrice, request: Request) -> Iterator[ModelPrice]:
         chunks *= 2
 
 
+def _relaxed(prices: Sequence[ModelPrice]) -> ModelPrice | None:
+    ends = [price.epilogue for price in prices]
+    times = [[phase.total_s for phase in (end.forward, end.backward, *end.halves)] for end in ends]
+    slower = all(fewer <= more for pair in pairwise(times) for fewer, more in zip(*pair, strict=True))
+    if len(prices) < 2 or not slower:
+        return None
+    least = {name: min(getattr(end, name) for end in ends) for name in _BYTES}
+    return replace(prices[0], epilogue=replace(ends[0], **least), loss_chunks=2 * prices[-1].loss_chunks)
+
+
 def smallest_logits(price: ModelPrice, request: Request) -> ModelPrice:
     """The model with as little of its logits at once as the search may choose."""
-    return [price, *loss_prices(price, request)][-1]
+    return (price, *loss_prices(price, request).each)[-1]
 
 
 def chunkable(models: Sequence[ModelCosts], pins: Pins) -> Sequence[ModelCosts]:

@@ -63,11 +63,11 @@ def cheapest(
     within: list[tuple[float, float, _Classes, float]] = []  # by what they take at least
     for limit in {option.workspace_bytes for own in classes for option in own.options if own.count}:
         need = saved_bytes + max(workspace_bytes, limit) - room_bytes
-        own = [(c.count, tuple(o for o in c.options if o.workspace_bytes <= limit)) for c in classes]
-        within.append((_Divisible(own)(need), limit, own, need))
+        allowed = [(own.count, tuple(o for o in own.options if o.workspace_bytes <= limit)) for own in classes]
+        within.append((_Divisible(allowed)(need), limit, allowed, need))
     best: tuple[Chosen, ...] | None = None
-    for bound_s, _, own, need in sorted(within):
-        if bound_s < limit_s and (found := _cover(own, need, limit_s)) is not None:
+    for bound_s, _, among, need in sorted(within):
+        if bound_s < limit_s and (found := _cover(among, need, limit_s)) is not None:
             limit_s, best = found
     return best
 

@@ -25,7 +25,7 @@ from autopar.rules.coupling import Coupling
 from .boundaries import Ranges
 from .bounds import bound_s, bubble_s
 from .infeasible import Case, infeasible_text
-from .loss_chunks import chunkable, loss_prices
+from .loss_chunks import LossPrices, chunkable, loss_prices
 from .pins import Pins, Request
 from .space import Choice, enumerate_space
 from .stages import Known, StageCosts, setting_for
@@ -114,14 +114,20 @@ def search(
 def _rank(cases: Sequence[Case], ranking: _Ranking, request: Request, hardware: Hardware) -> tuple[int, int]:
     """Solve the cases that can win, best bound first; (how many do not fit, how many were left out)."""
     do_not_fit = pruned = 0
+    prices: dict[int, LossPrices] = {}  # of each model price
     roomy: set[tuple[Choice, str, str]] = set()  # that fit with nothing recomputed: offload would only cost time
     for case in cases:
         limit_s = ranking.limit_s(case.choice)
-        kept = replace(case.choice, offload=False), case.price.model.context, case.price.model.solution
-        if case.bound_s >= limit_s or case.choice.offload and kept in roomy:
+        if case.bound_s >= limit_s:
             pruned += 1
             continue
-        candidate, may_fit = _solve(case, request, hardware, limit_s)
+        kept = replace(case.choice, offload=False), case.price.model.context, case.price.model.solution
+        if case.choice.offload and kept in roomy:
+            pruned += 1
+            continue
+        if id(case.price) not in prices:
+            prices[id(case.price)] = loss_prices(case.price, request)
+        candidate, may_fit = _solve(case, prices[id(case.price)], request, hardware, limit_s)
         do_not_fit += not may_fit
         if candidate is not None:
             ranking.add(candidate)
@@ -161,14 +167,20 @@ def _bound_s(choice: Choice, price: ModelPrice, request: Request, hardware: Hard
     return bound_s(choice, price) + update_s
 
 
-def _solve(case: Case, request: Request, hardware: Hardware, limit_s: float) -> tuple[Candidate | None, bool]:
+def _solve(
+    case: Case, prices: LossPrices, request: Request, hardware: Hardware, limit_s: float
+) -> tuple[Candidate | None, bool]:
     """(the best plan of this case if faster than `limit_s`, whether it may fit), over the slices of its loss.
 
     More slices cost time and free memory: once nothing is recomputed, no more are worth it.
     """
     best, may_fit = None, False
     known: Known = {}
-    for price in loss_prices(case.price, request):
+    if prices.relaxed is not None:
+        found, fits = _solve_one(replace(case, price=prices.relaxed), request, hardware, limit_s, known)
+        if found is None:
+            return None, fits
+    for price in prices.each:
         found, fits = _solve_one(replace(case, price=price), request, hardware, limit_s, known)
         may_fit |= fits
         if found is not None:

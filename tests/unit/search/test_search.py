@@ -11,6 +11,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from autopar.api import parallelize
 from autopar.cost_models.compute import ModelPrice, StageShape, price_model, stage_shape, stage_time
 from autopar.cost_models.data_parallel import data_time
 from autopar.cost_models.hardware import GIB, Cluster, Hardware
@@ -151,14 +152,26 @@ def find(**arguments: object) -> SearchResult:
 
 
 def test_llama_on_64_gpus_is_planned_in_seconds() -> None:
-    for budget_gib in (79, 20):
-        started_s = time.process_time()  # of the processor: the machine may be busy
-        result = find(budget_bytes=budget_gib * GIB)
-        assert time.process_time() - started_s < 10  # 3 and 7 s
-        assert all(c.estimate.peak_bytes <= budget_gib * GIB for c in result.best)
-        steps = [c.estimate.step_time_s for c in result.best]
-        assert steps == sorted(steps) and len({str(c.plan.mesh) for c in result.best}) == len(steps)
-        assert result.chosen.plan.mesh.world_size == 64
+    started_s = time.process_time()  # of the processor: the machine may be busy
+    check_plans(find(budget_bytes=20 * GIB), 20)
+    assert time.process_time() - started_s < 10  # 5 s
+
+
+@pytest.mark.slow
+def test_so_it_is_when_traced() -> None:
+    """In its layers more may be recomputed than in those made here."""
+    from examples.llama import llama_3_8b
+
+    started_s = time.process_time()
+    check_plans(parallelize(llama_3_8b, 64, gpu="h100-sxm-80gb").result, 79.2)
+    assert time.process_time() - started_s < 40  # 18 s
+
+
+def check_plans(result: SearchResult, budget_gib: float) -> None:
+    assert all(c.estimate.peak_bytes <= budget_gib * GIB for c in result.best)
+    steps = [c.estimate.step_time_s for c in result.best]
+    assert steps == sorted(steps) and len({str(c.plan.mesh) for c in result.best}) == len(steps)
+    assert result.chosen.plan.mesh.world_size == 64
 
 
 def test_less_memory_is_no_faster() -> None:
