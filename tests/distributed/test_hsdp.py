@@ -40,7 +40,7 @@ QUICK = [
     case("llama", 2, 3),
     case("gpt", 3, 3, recompute="all"),
     case("llama", 3, 1, tp=2),
-    case("gpt", 2, 3, tp=2),
+    case("gpt", 2, 3, slow=True, tp=2),
     case("llama", 1, 1),
 ]
 FULL = [

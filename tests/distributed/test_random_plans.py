@@ -107,7 +107,7 @@ def gradient_errors(rank: int, cases: Sequence[Case]) -> dict[int, tuple[float, 
     return found
 
 
-@pytest.mark.in_turn(4)
+@pytest.mark.slow  # as combinations of every technique, and random models, are without it
 @pytest.mark.parametrize("group", range(4))
 def test_random_plans(group: int) -> None:
     """25 plans a group, of which every conversion of the table occurs in at least one."""

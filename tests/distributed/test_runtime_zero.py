@@ -143,8 +143,7 @@ COVER = tuple(case for case in EVERY if (case[0] + case[1]) % 3 == list(KINDS).i
 @pytest.mark.parametrize(
     "cases", [pytest.param(COVER, id="cover"), pytest.param(EVERY, id="all", marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize(("pp", "tp"), [(1, 1), (1, 2), (2, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
 def test_every_zero_stage_equals_one_process(pp: int, tp: int, cases: tuple[tuple[int, int, str], ...]) -> None:
     batches = make_batches(2)
     models = {kind: original(*options) for kind, options in KINDS.items()}

@@ -30,8 +30,8 @@ CASES = [(model, plan) for model in ("gpt", "llama") for plan in PLANS]
 ALL_CASES = [(model, plan) for model in ("gpt", "llama", "gpt2", "t5", "vit") for plan in PLANS]
 QUICK_CASES = [case for case in ALL_CASES if case != ("t5", "tp2-pp2")]  # T5 is traced for a minute
 SLOWER = pytest.param(
-    [case for case in ALL_CASES if case not in QUICK_CASES],
-    ("whisper", "bert", "qwen3", "parallel", "unet"),
+    [case for case in ALL_CASES if case not in CASES],
+    ("gemma2", "whisper", "bert", "qwen3", "parallel", "unet"),
     marks=pytest.mark.slow,
 )
 EACH_CASE = [pytest.param(*case, marks=[] if case in QUICK_CASES else [pytest.mark.slow]) for case in ALL_CASES]
@@ -269,7 +269,7 @@ def test_a_llama_layer_is_as_short_as_a_handwritten_one(capsys: pytest.CaptureFi
     assert shown <= 1.3 * written
 
 
-@pytest.mark.parametrize(("cases", "families"), [(QUICK_CASES, ("gemma2",)), SLOWER])
+@pytest.mark.parametrize(("cases", "families"), [(CASES, ()), SLOWER])
 def test_no_device_is_written_down(cases: list[tuple[str, str]], families: tuple[str, ...]) -> None:
     """T7: devices are those of the arguments, in every family's program."""
     sources = [of(model, plan).source for model, plan in cases] + [emitted(family).source for family in families]
