@@ -70,12 +70,17 @@ def _check_seen(node: fx.Node, mask: Padded) -> None:
         raise PadsMatter(_SEES_NOTHING)
 
 
+def _of_pairs(x: Padded) -> bool:
+    """Whether −inf may be where two pads meet."""
+    return sum(t is not None for t in x.dims) > 1 and not x.whole.finite
+
+
 def softmax(node: fx.Node, operands: Sequence[Padded], lengths: Lengths) -> Padded:
     """Over tokens: a score of −inf counts for nothing, and its share is 0."""
     (x,) = operands
     dim = int(option(node, "dim")) % len(x.dims)
     if (tokens := x.dims[dim]) is None:
-        if not all(p.finite for t, p in zip(x.dims, x.pads, strict=True) if t is not None):
+        if not all(p.finite for t, p in zip(x.dims, x.pads, strict=True) if t is not None) or _of_pairs(x):
             raise PadsMatter(_SEES_NOTHING)
         if node.target is aten.log_softmax.int and not (x.real.finite and x.whole.finite):
             raise PadsMatter("makes −inf of −inf, which 0 at pads makes nan: take the softmax")

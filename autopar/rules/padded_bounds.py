@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
-from math import exp, inf, isnan, sqrt
+from math import exp, inf, isinf, isnan, sqrt
 from typing import Any
 
 import sympy
@@ -15,7 +15,7 @@ from torch.fx.node import map_arg
 
 from ..ir.graph import info, node_inputs, op_name
 from .arguments import option
-from .padded_values import ANY, POSITIVE, TRUTH, ZERO, Interval, unknown
+from .padded_values import ANY, POSITIVE, TRUTH, ZERO, Interval, PadsMatter, unknown
 
 _Arguments = list[Interval]
 
@@ -34,8 +34,12 @@ def apply(node: fx.Node, operands: Sequence[Interval]) -> Interval:
 
 
 def _rounded(value: float, dtype: torch.dtype) -> float:
-    """Rounding keeps order, so bounds are rounded as what lies between them is."""
-    return float(torch.tensor(value, dtype=torch.float64).to(dtype))
+    """Rounding keeps order, so bounds are rounded as what lies between them is. PadsMatter where a dtype has no such
+    number."""
+    rounded = float(torch.tensor(value, dtype=torch.float64).to(dtype))
+    if isinf(rounded) and not isinf(value):
+        raise PadsMatter(f"may be {value:.3g} at pads, which {str(dtype).removeprefix('torch.')} cannot hold")
+    return rounded
 
 
 def _holds(dtype: torch.dtype, found: Interval) -> bool:
@@ -60,14 +64,18 @@ def _computed(node: fx.Node, operands: Sequence[Interval]) -> float | None:
 
 
 def arguments_of(node: fx.Node, operands: Sequence[Interval]) -> list[Interval]:
-    """The op's arguments in order, tensors and numbers alike."""
+    """The op's arguments in order, tensors and numbers alike. Numbers are rounded where an op computes in its
+    operands' dtype, and are not where it computes in a wider one: they lie between."""
     of = dict(zip(node_inputs(node), operands, strict=True))
+    floats = {n.dtype for n in map(info, (node, *node_inputs(node))) if n.dtype.is_floating_point} or {torch.float32}
 
     def interval(argument: Any) -> Interval:
         if isinstance(argument, fx.Node):
             return of[argument]
-        known = isinstance(argument, int | float | sympy.Number)
-        return Interval(float(argument), float(argument)) if known else ANY
+        if not isinstance(argument, int | float | sympy.Number):
+            return ANY
+        numbers = [float(argument), *(_rounded(float(argument), dtype) for dtype in floats)]
+        return Interval(min(numbers), max(numbers))
 
     return [interval(a) for a in node.args]
 

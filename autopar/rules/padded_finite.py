@@ -60,6 +60,8 @@ def _has_no_pole(node: fx.Node, found: Sequence[Interval]) -> bool:
         ends = (found[0].low, found[0].high) if name in ("sinh", "cosh") else (found[0].high,)
         return all(abs(end) < _most(info(node).dtype) or end < 0 and len(ends) == 1 for end in ends)
     if name == "pow":
+        if isinstance(node.args[1], fx.Node) and info(node).dtype.is_floating_point:
+            return _tensor_power(found[0], found[1], info(node).dtype)
         return _power(found[0], found[1].constant, info(node).dtype)
     whole = not any(info(n).dtype.is_floating_point for n in (node, *node_inputs(node)))
     return name in _SMOOTH or whole
@@ -79,9 +81,18 @@ def _away(x: Interval, power: float, dtype: torch.dtype) -> bool:
 def _power(base: Interval, exponent: float | None, dtype: torch.dtype) -> bool:
     if exponent is None:
         return not dtype.is_floating_point
+    largest = max(abs(base.low), abs(base.high))
     if exponent >= 0 and exponent.is_integer():
-        return True
+        return exponent <= 4 if largest == inf else largest <= 1 or exponent * log(largest) < _most(dtype)
     return base.low > 0 and _away(base, 1 - exponent, dtype) or exponent > 1 and base.low >= 0
+
+
+def _tensor_power(base: Interval, exponent: Interval, dtype: torch.dtype) -> bool:
+    """Whether its derivative by the exponent is finite too: that takes the logarithm of the base."""
+    if base.low <= 0 or inf in (base.high, -exponent.low, exponent.high):
+        return False
+    steepest = max(abs(log(base.low)), abs(log(base.high)))
+    return (1 + max(abs(exponent.low), abs(exponent.high))) * steepest < _most(dtype)
 
 
 def check_epsilon(node: fx.Node) -> None:

@@ -126,8 +126,9 @@ def _classification(node: fx.Node, operands: Sequence[Padded], lengths: Lengths)
             f"has targets at pads that it does not ignore (they are {is_now}, ignore_index is {ignored:g}): give the "
             "labels as an input of their own"
         )
+    if sum(t is not None for t in dims) > 1:
+        raise PadsMatter("has a target for each pair of tokens, and where two pads meet none that is ignored")
     if not info(node).shape:
-        same(dims)  # of one sequence, not of pairs of tokens
         return padded([], ANY)
     return padded(dims, ANY, [ZERO] * len(dims))
 

@@ -25,13 +25,18 @@ class PadsMatter(Exception):  # noqa: N818 - said of a model, not of a program t
 
 @dataclass(frozen=True)
 class Interval:
-    """The numbers from low to high; truth values are 0 and 1. finite: none of them is ±inf."""
+    """The numbers from low to high; truth values are 0 and 1. finite: none of them is −inf, which hides a score.
+
+    +inf has no use, and makes nan of −inf or 0: PadsMatter where it is written down.
+    """
 
     low: float
     high: float
     finite: bool = True
 
     def __post_init__(self) -> None:
+        if self.low == inf:
+            raise PadsMatter("makes +inf, of which 0 or −inf at pads make nan: use a finite number")
         if self.low == self.high and isinf(self.low):
             object.__setattr__(self, "finite", False)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
+from autopar.cost_models.block import BlockPrice
 from autopar.cost_models.compute import ModelPrice
 from autopar.cost_models.layer_costs import ModelCosts
 from autopar.errors import PlanError
@@ -21,8 +22,9 @@ _BYTES = "saved_bytes", "working_bytes", "logits_bytes", "logits_peak_bytes", "w
 class LossPrices:
     """A model in each number of slices of its loss, fewest first.
 
-    relaxed: as fast as with the fewest, keeping as little as with the most: where it cannot win, none can. None where
-    there is nothing to choose, or more slices are not slower in every part of a step.
+    relaxed: as fast as with the fewest, keeping as little as with the most: where no stages of it fit within a limit,
+    none of theirs do (of virtual stages, none near the best). None where there is nothing to choose, or more slices are
+    not slower in every part of a step, or differ in more than seconds and bytes.
     """
 
     each: tuple[ModelPrice, ...]
@@ -53,7 +55,9 @@ def _relaxed(prices: Sequence[ModelPrice]) -> ModelPrice | None:
     ends = [price.epilogue for price in prices]
     times = [[phase.total_s for phase in (end.forward, end.backward, *end.halves)] for end in ends]
     slower = all(fewer <= more for pair in pairwise(times) for fewer, more in zip(*pair, strict=True))
-    if len(prices) < 2 or not slower:
+    others = {f.name for f in fields(BlockPrice)} - {"forward", "backward", "halves", *_BYTES}
+    alike = all(getattr(end, name) == getattr(ends[0], name) for end in ends for name in others)
+    if len(prices) < 2 or not slower or not alike:
         return None
     least = {name: min(getattr(end, name) for end in ends) for name in _BYTES}
     return replace(prices[0], epilogue=replace(ends[0], **least), loss_chunks=2 * prices[-1].loss_chunks)

@@ -177,8 +177,8 @@ def _solve(
     best, may_fit = None, False
     known: Known = {}
     if prices.relaxed is not None:
-        found, fits = _solve_one(replace(case, price=prices.relaxed), request, hardware, limit_s, known)
-        if found is None:
+        *_, ranges, fits = _spread(replace(case, price=prices.relaxed), request, hardware, limit_s, known)
+        if ranges is None:
             return None, fits
     for price in prices.each:
         found, fits = _solve_one(replace(case, price=price), request, hardware, limit_s, known)
@@ -193,23 +193,32 @@ def _solve(
 def _solve_one(
     case: Case, request: Request, hardware: Hardware, limit_s: float, known: Known
 ) -> tuple[Candidate | None, bool]:
+    costs, ranges, fits = _spread(case, request, hardware, limit_s, known)
+    if ranges is None:
+        return None, fits
+    plan = _plan(case, request, ranges, costs.recompute(ranges))
+    estimate = estimate_price(case.price, plan, hardware)
+    return Candidate(plan, case.price.model, estimate) if estimate.step_time_s < limit_s else None, True
+
+
+def _spread(
+    case: Case, request: Request, hardware: Hardware, limit_s: float, known: Known
+) -> tuple[StageCosts, Ranges | None, bool]:
+    """The layers over the stages: the best ranges, None if none fits within the limit, and whether any may fit."""
     choice, price = case.choice, case.price
     room_s = limit_s - bubble_s(choice, price)
     costs = StageCosts(choice, price, request, hardware, room_s / choice.micro_batches, known)
     if costs.average_bytes() > request.budget_bytes:
-        return None, False
-    ranges = (
-        costs.split()
-        if choice.virtual_stages == 1
-        else split_virtual(
-            costs, lambda ranges: estimate_price(price, _plan(case, request, ranges), hardware).step_time_s, limit_s
-        )
-    )
-    if ranges is None:
-        return None, limit_s < inf  # under a limit, None may mean too slow
-    plan = _plan(case, request, ranges, costs.recompute(ranges))
-    estimate = estimate_price(price, plan, hardware)
-    return Candidate(plan, price.model, estimate) if estimate.step_time_s < limit_s else None, True
+        return costs, None, False
+    if choice.virtual_stages == 1:
+        ranges = costs.split()
+    else:
+
+        def step_s(ranges: Ranges) -> float:
+            return estimate_price(price, _plan(case, request, ranges), hardware).step_time_s
+
+        ranges = split_virtual(costs, step_s, limit_s)
+    return costs, ranges, ranges is not None or limit_s < inf  # under a limit, None may mean too slow
 
 
 def _plan(case: Case, request: Request, ranges: Ranges, recompute: tuple[Again, ...] = ()) -> Plan:

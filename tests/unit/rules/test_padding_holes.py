@@ -66,6 +66,47 @@ def hidden_class(m: Model, x: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
     return (terms * mask).sum()
 
 
+def far(x: Tensor) -> Tensor:
+    """Pads, by their positions."""
+    return places(x) >= TOKENS
+
+
+def both_far(x: Tensor) -> Tensor:
+    return far(x)[:, None] & far(x)[None, :]
+
+
+def undecided(m: Model, x: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+    """−inf and +inf at pads, which is neither."""
+    zeros, pads = torch.zeros_like(x @ x.transpose(1, 2)), (mask == 0)[:, None, :]
+    return m.ce(fused(x, (zeros.masked_fill(pads, inf) + zeros.masked_fill(pads, -inf))[:, None]), labels)
+
+
+def seen_by_pads(m: Model, x: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+    """+inf only where two pads meet."""
+    hidden = torch.zeros_like(x @ x.transpose(1, 2)).masked_fill(far(x)[None, None, :], -inf)
+    return m.ce(fused(x, hidden.masked_fill(both_far(x)[None], inf)[:, None]), labels)
+
+
+def of_pairs(m: Model, x: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+    """Over features, which are all hidden where two pads meet."""
+    pairs = (x[:, :, None, :] + x[:, None, :, :]).masked_fill(both_far(x)[None, :, :, None], -inf)
+    return m.ce(x + (pairs.softmax(-1) * mask[:, None, :, None]).sum(2), labels)
+
+
+def targets_of_pairs(m: Model, x: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+    """Ignored where a token meets a pad, not where two pads do."""
+    rows, columns = far(x)[:, None], far(x)[None, :]
+    targets = torch.where(rows, torch.where(columns, 1, -100), torch.where(columns, -100, 2))
+    logits = (x[:, :, None, :] * x[:, None, :, :]).permute(0, 3, 1, 2)
+    return F.cross_entropy(logits, targets[None].expand(x.shape[0], -1, -1), reduction="sum")
+
+
+def exponent(m: Model, x: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+    """0 at pads, where its derivative is a logarithm of −1."""
+    base = torch.where(mask.bool().unsqueeze(-1), x.abs() + 1, -1.0)
+    return m.ce(base.pow(m.first * mask.unsqueeze(-1)), labels)
+
+
 EPS, ROWS = "divides by the square root", "of a table that has 8"
 POLE, KEY, UNKNOWN = "may have no finite value", "may hide every key", "is an op of which it is not known"
 HOLES: dict[str, tuple[Body, str]] = {
@@ -98,6 +139,14 @@ HOLES: dict[str, tuple[Body, str]] = {
     "rows that see no key": (
         lambda m, x, mask, labels: m.ce(written(x, causal(x) & mask.bool()[:, :, None]), labels), KEY,
     ),
+    "−inf and +inf": (undecided, "makes \\+inf"),
+    "+inf where two pads meet": (seen_by_pads, "makes \\+inf"),
+    "nothing where two pads meet": (of_pairs, KEY),
+    "targets of pairs": (targets_of_pairs, "a target for each pair"),
+    "a large power": (
+        lambda m, x, mask, labels: m.ce(x + places(x).to(x.dtype)[:, None].pow(400) / 1e240, labels), POLE,
+    ),
+    "a power by parameters": (exponent, POLE),
 }  # fmt: skip
 
 # Of these the derivative at 0 is a choice of torch, or the result one of the kernel: refused, though right on a CPU.
@@ -159,6 +208,17 @@ def test_what_would_be_wrong_is_refused(body: Body, message: str) -> None:
 def test_what_depends_on_the_kernel_is_refused(body: Body, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         typed(made(body))
+
+
+def test_numbers_are_rounded_as_operands_are() -> None:
+    """In fp32 what is clamped to 0.7 is not less than 0.7."""
+
+    def body(m: Model, x: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+        few = torch.where(x.clamp(max=0.7) < 0.7, 0.0, 1.0)
+        return (few * (x - 3).square()).sum()
+
+    with pytest.raises(PlanError, match="what it sums is not 0"):
+        typed(made(body).float(), "fp32")
 
 
 @pytest.mark.parametrize("epsilon", [1e-50, 1e-36])
