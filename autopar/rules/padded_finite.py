@@ -2,7 +2,7 @@
 
 Real tokens are taken to be finite where the model without pads is. Pads are not like them, for they are 0, so here
 finiteness is proved, for operands of a usual size: an op with a pole needs an interval that keeps away from it, one
-that grows without measure a bound, and ±inf reaches only what hides scores with it.
+that grows without measure a bound, and −inf reaches only what hides scores with it (+inf is refused by Interval).
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def check_epsilon(node: fx.Node) -> None:
 
 
 def check_infinite(node: fx.Node, operands: Sequence[Padded]) -> None:
-    """PadsMatter where ±inf is computed with, and does not only hide scores: 0 times it is nan."""
+    """PadsMatter where −inf is computed with, and does not only hide scores: 0 times it is nan."""
     infinite = [i for i, x in enumerate(operands) if not all(p.finite for p in (x.real, x.whole, *x.pads))]
     if not infinite or info(node).dtype == torch.bool or op_name(node) in _HIDES:
         return

@@ -60,6 +60,7 @@ def _relaxed(prices: Sequence[ModelPrice]) -> ModelPrice | None:
     if len(prices) < 2 or not slower or not alike:
         return None
     least = {name: min(getattr(end, name) for end in ends) for name in _BYTES}
+    # So many slices has none of them: costs of a last stage are known by that number (stages.Known).
     return replace(prices[0], epilogue=replace(ends[0], **least), loss_chunks=2 * prices[-1].loss_chunks)
 
 

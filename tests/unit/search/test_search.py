@@ -152,9 +152,11 @@ def find(**arguments: object) -> SearchResult:
 
 
 def test_llama_on_64_gpus_is_planned_in_seconds() -> None:
-    started_s = time.process_time()  # of the processor: the machine may be busy
-    check_plans(find(budget_bytes=20 * GIB), 20)
-    assert time.process_time() - started_s < 10  # 5 s
+    for budget_gib in (79, 20):
+        started_s = time.process_time()  # of the processor: the machine may be busy
+        result = find(budget_bytes=budget_gib * GIB)
+        assert time.process_time() - started_s < 10
+        check_plans(result, budget_gib)
 
 
 @pytest.mark.slow
@@ -164,7 +166,7 @@ def test_so_it_is_when_traced() -> None:
 
     started_s = time.process_time()
     check_plans(parallelize(llama_3_8b, 64, gpu="h100-sxm-80gb").result, 79.2)
-    assert time.process_time() - started_s < 40  # 18 s
+    assert time.process_time() - started_s < 40
 
 
 def check_plans(result: SearchResult, budget_gib: float) -> None:
