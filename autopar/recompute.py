@@ -66,12 +66,17 @@ def choice(text: str) -> str:
 
 def regions_of(what: str) -> tuple[str, ...]:
     """The regions that a choice names, in their order in a layer."""
-    return () if what == LAYER or group_of(what) > 1 else tuple(what.split(", "))
+    return () if is_whole(what) else tuple(what.split(", "))
 
 
 def group_of(what: str) -> int:
     """The size of a choice's groups: 1 but for "groups of k"."""
     return int(what.removeprefix("groups of ")) if what.startswith("groups of ") else 1
+
+
+def is_whole(what: str) -> bool:
+    """Whether a choice is of whole layers, one or a group at a time."""
+    return what == LAYER or group_of(what) > 1
 
 
 def again_of(layers: Mapping[int, str]) -> tuple[Again, ...]:

@@ -14,7 +14,7 @@ from autopar.cost_models.layer_costs import B, ModelCosts, S
 from autopar.cost_models.passed import Boundaries, boundary_evaluator
 from autopar.errors import PlanError
 from autopar.mesh import Mesh
-from autopar.recompute import Again, by_layer, choice
+from autopar.recompute import Again, by_layer, choice, is_whole
 
 _GROUPS = (2, 3, 4, 6, 8)  # sizes that are searched
 
@@ -82,7 +82,7 @@ class ModelPrice:
     @cached_property
     def least_saved_bytes(self) -> float:
         """Activations of a micro-batch in the whole model, each layer with the choice that keeps least."""
-        kept = self.prologue.saved_bytes + self.epilogue.saved_bytes + self.boundaries.made_bytes[len(self.layers)]
+        kept = self.prologue.saved_bytes + self.epilogue.saved_bytes + self.boundaries.held_bytes(0, len(self.layers))
         for index, block in enumerate(self.classes):
             names = [*block.again, f"groups of {self.longest_chains[index]}"] if block.again else []
             least = min([block.saved_bytes, *(block.recomputed(choice(name)).saved_bytes for name in names)])
@@ -159,7 +159,7 @@ def price_model(
     blocks = [model.prologue, *model.classes.values(), model.epilogue]
     prices = [price_block(block, micro_batches, tokens, hardware, precision, groups) for block in blocks]
     layers = tuple(names.index(name) for name in model.layers)
-    boundaries = boundary_evaluator(model.passed, len(layers))
+    boundaries = boundary_evaluator(model.passed, model.tables, len(layers))
     made = []
     for b, at in zip(micro_batches, zip(*prices, strict=True), strict=True):
         flops = float(model.unsharded_flops.subs({B: b, S: tokens}))
@@ -195,7 +195,8 @@ def _in_chunks(
 def stage_shape(price: ModelPrice, start: int, stop: int, recompute: Iterable[Again] = ()) -> StageShape:
     """The stage of layers [start, stop); the ends of the model belong to the first and last layer."""
     recomputed: list[dict[str, int]] = [{} for _ in price.classes]
-    for layer, what in by_layer(recompute).items():
+    chosen = by_layer(recompute)
+    for layer, what in chosen.items():
         if start <= layer < stop:
             own = recomputed[price.layers[layer]]
             own[what] = own.get(what, 0) + 1
@@ -205,7 +206,7 @@ def stage_shape(price: ModelPrice, start: int, stop: int, recompute: Iterable[Ag
         start == 0,
         stop == len(price.layers),
         price.boundaries.receives_bytes(start, stop),
-        price.boundaries.held_bytes(start, stop),
+        price.boundaries.held_bytes(start, stop, is_whole(chosen.get(start, ""))),
     )
 
 

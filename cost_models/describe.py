@@ -20,7 +20,7 @@ from autopar.cost_models.fusion import fused
 from autopar.cost_models.halves import halves, keeps_gradient
 from autopar.cost_models.layer_costs import CHUNKS, LayerCosts, ModelCosts, OpCost, Transfer
 from autopar.cost_models.logits import head_costs, logits_cost
-from autopar.cost_models.passed import apart, passed
+from autopar.cost_models.passed import apart, passed, tables
 from autopar.cost_models.transfers import context_transfers, conversion_transfers, op_transfers, parameter_transfers
 from autopar.ir.chains import chains
 from autopar.ir.custom import LINEAR_CROSS_ENTROPY
@@ -131,6 +131,7 @@ def describe(
         not_chunked=chunked if isinstance(chunked, str) else "",
         chains=chains(program),
         passed=passed(program, solution.strategies, axis.size),
+        tables=tables(program, solution.strategies, axis.size),
     )
 
 

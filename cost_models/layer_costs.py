@@ -119,6 +119,14 @@ class Passed:
 
 
 @dataclass(frozen=True)
+class Table:
+    """A value that depends on no parameter, as a mask: each stage with a layer of `readers` makes and keeps its own."""
+
+    readers: tuple[int, ...]
+    size_bytes: sympy.Expr
+
+
+@dataclass(frozen=True)
 class ModelCosts:
     """The whole model under one tp solution: prologue, each layer in order, epilogue.
 
@@ -127,8 +135,8 @@ class ModelCosts:
     `unsharded_flops`: forward FLOPs of one micro-batch of the original model (for MFU: ×3 with backward).
     `cp`, `context`: the ranks and the name of the solution on cp; then `s` is the tokens of one of these ranks.
     `sharded_fraction`: share of FLOPs that tp divides, 0 to 1, at the given b, s.
-    `passed`: the values that pass between layers.
-    `tables_bytes`: buffers that every stage has, to make what its layers read.
+    `passed`: the values that pass between layers; `tables`: those that every stage makes for its layers.
+    `tables_bytes`: buffers that every stage has, to make these.
     `chunked`: the epilogue with head and loss in `CHUNKS` slices of the vocabulary; None where they cannot be, and
     `not_chunked` says why.
     """
@@ -148,6 +156,7 @@ class ModelCosts:
     cp: int = 1
     context: str = ""
     passed: tuple[Passed, ...] = ()
+    tables: tuple[Table, ...] = ()
 
 
-__all__ = ["CHUNKS", "AgainCosts", "B", "LayerCosts", "ModelCosts", "OpCost", "Passed", "S", "Transfer"]
+__all__ = ["CHUNKS", "AgainCosts", "B", "LayerCosts", "ModelCosts", "OpCost", "Passed", "S", "Table", "Transfer"]

@@ -2,6 +2,7 @@
 
 A pipeline boundary is crossed by all that is made before it and read after it, for the stages between send on what
 is read later (passes/split_stages.py). The ends of the model belong to its first and last layer, as on a stage.
+Tables pass no boundary: each stage makes those that its layers read, and keeps them of each micro-batch.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from itertools import accumulate
 import sympy
 from torch import fx
 
-from autopar.cost_models.layer_costs import B, Passed, S
+from autopar.cost_models.layer_costs import B, Passed, S, Table
 from autopar.ir.graph import EPILOGUE, PROLOGUE, TABLES, Block, Call, Program, Role, info
 from autopar.placement import Strategy
 from autopar.rules.saved import Saved, local_bytes, storage
@@ -57,6 +58,23 @@ def passed(program: Program, strategies: Strategies, tp: int) -> tuple[Passed, .
     return tuple(found)
 
 
+def tables(program: Program, strategies: Strategies, tp: int) -> tuple[Table, ...]:
+    """What layers read of the tables, each storage once, with the layers that read it. No buffer, no input is one."""
+    if not program.count(TABLES):
+        return ()
+    readers, block = _readers(program), program.blocks[TABLES]
+    layers: dict[fx.Node, set[int]] = {}
+    for value, result in zip(program.call_of(TABLES).outputs, block.results, strict=True):
+        if info(root := storage(result)).role is Role.OP:
+            layers.setdefault(root, set()).update(layer for _, layer in readers.get(value, ()))
+    placed = strategies[TABLES]
+    return tuple(
+        Table(tuple(sorted(read)), local_bytes(info(root), placed[root.name].output, tp))
+        for root, read in layers.items()
+        if read
+    )
+
+
 @dataclass(frozen=True)
 class _Use:
     """A value made by one layer and read by others; its nodes: the storage where it is made, the inputs that it is."""
@@ -74,23 +92,30 @@ class _Use:
 
 def _uses(program: Program) -> list[_Use]:
     """All values but the tables, which every stage makes for itself."""
-    layers = {call: layer for layer, call in enumerate(program.layer_calls)}
-    ends = {PROLOGUE: 0, EPILOGUE: max(0, len(layers) - 1)}
-
-    def layer_of(call: Call) -> int:
-        return ends[call.block] if call.block in ends else layers[call]
-
-    calls = [(call, layer_of(call)) for call in program.calls if call.block != TABLES]
-    readers: dict[str, list[tuple[Call, int]]] = {}
-    for call, layer in calls:
-        for value in dict.fromkeys(call.inputs):
-            readers.setdefault(value, []).append((call, layer))
+    readers = _readers(program)
     return [
         _use(program, call, layer, place, readers[value])
-        for call, layer in calls
+        for call, layer in _layer_of(program).items()
         for place, value in enumerate(call.outputs)
         if value in readers
     ]
+
+
+def _layer_of(program: Program) -> dict[Call, int]:
+    """The layer of each call but that of the tables; the ends of the model belong to the first and the last one."""
+    layers = {call: layer for layer, call in enumerate(program.layer_calls)}
+    ends = {PROLOGUE: 0, EPILOGUE: max(0, len(layers) - 1)}
+    calls = [call for call in program.calls if call.block != TABLES]
+    return {call: ends[call.block] if call.block in ends else layers[call] for call in calls}
+
+
+def _readers(program: Program) -> dict[str, list[tuple[Call, int]]]:
+    """[value]: the calls that read it, each with its layer."""
+    readers: dict[str, list[tuple[Call, int]]] = {}
+    for call, layer in _layer_of(program).items():
+        for value in dict.fromkeys(call.inputs):
+            readers.setdefault(value, []).append((call, layer))
+    return readers
 
 
 def _use(program: Program, maker: Call, made: int, place: int, readers: Sequence[tuple[Call, int]]) -> _Use:
@@ -114,7 +139,7 @@ class Boundaries:
 
     values: sent on across it; gradients: sent back. made: of what a stage keeps once, what is made before it. sent: of
     the rest, what crosses it; received: of that, what the layer after it counts, though it lies in the buffer in which
-    it was received.
+    it was received. tables: by the layers that read them.
     """
 
     values_bytes: Sequence[float]
@@ -122,21 +147,29 @@ class Boundaries:
     made_bytes: Sequence[float]
     sent_bytes: Sequence[float]
     received_bytes: Sequence[float]
+    tables: Mapping[tuple[int, ...], float]
 
     def receives_bytes(self, start: int, stop: int) -> float:
         """Of a micro-batch, what the stage of layers [start, stop) receives from the stages before and after it."""
         return self.values_bytes[start] + self.gradients_bytes[stop]
 
-    def held_bytes(self, start: int, stop: int) -> float:
-        """Of a micro-batch, what that stage keeps from forward to backward beside what its layers count."""
+    def held_bytes(self, start: int, stop: int, again: bool = False) -> float:
+        """Of a micro-batch, what that stage keeps from forward to backward beside what its layers count.
+
+        again: its first layer is recomputed as a whole, and so counts all that it reads.
+        """
         made = self.made_bytes[stop] - self.made_bytes[start]
-        return made + self.sent_bytes[stop] - self.received_bytes[start]
+        made += sum(size for readers, size in self.tables.items() if any(start <= at < stop for at in readers))
+        return made + self.sent_bytes[stop] - (self.sent_bytes if again else self.received_bytes)[start]
 
 
 @lru_cache(maxsize=256)
-def boundary_evaluator(values: tuple[Passed, ...], layers: int) -> Callable[[int, int], Boundaries]:
+def boundary_evaluator(
+    values: tuple[Passed, ...], made_tables: tuple[Table, ...], layers: int
+) -> Callable[[int, int], Boundaries]:
     """The boundaries of a model as a function of (b, s); equal sizes are computed once."""
     sizes = [size for value in values for size in (value.size_bytes, value.gradient_bytes)]
+    sizes += [table.size_bytes for table in made_tables]
     unique = list(dict.fromkeys(map(sympy.sympify, sizes)))
     place = {size: index for index, size in enumerate(unique)}
     function = sympy.lambdify((B, S), unique, modules="math")
@@ -155,6 +188,10 @@ def boundary_evaluator(values: tuple[Passed, ...], layers: int) -> Callable[[int
                 sent[value.read] += size
                 received[value.read] += size if value.kept else 0.0
         across, back, made = (list(accumulate(line)) for line in (across, back, made))
-        return Boundaries(across, back, made, sent, received)
+        by_readers: dict[tuple[int, ...], float] = {}
+        for table in made_tables:
+            size = numbers[place[sympy.sympify(table.size_bytes)]]
+            by_readers[table.readers] = by_readers.get(table.readers, 0.0) + size
+        return Boundaries(across, back, made, sent, received, by_readers)
 
     return evaluate

@@ -39,9 +39,15 @@ def _attention(node: fx.Node) -> Rule:
         special=(_one_group(node, masks),) if groups != heads else (),
         multiple_of=int(groups) if groups != heads else 0,
         kind="attention",
-        saves=(0, 1, 2, -1),
+        saves=(0, 1, 2, *_kept_masks(node), -1),
         context=_over_sequence(node, masks),
     )
+
+
+def _kept_masks(node: fx.Node) -> tuple[int, ...]:
+    """Positions of masks that are added as they are; of one of bools the kernel makes and keeps its own."""
+    masks = enumerate(node_inputs(node)[3:], 3)
+    return tuple(place for place, mask in masks if info(mask).dtype.is_floating_point)
 
 
 def _one_group(node: fx.Node, masks: tuple[Dims, ...]) -> Strategy:

@@ -124,9 +124,12 @@ class Saved:
         return {(value if converted else root, _stored_as(placement)): size}
 
     def _kernels_own(self, node: fx.Node) -> sympy.Expr:
-        """fp32 statistics, log-sum-exp, dropout masks; what is kept of each pair of token and expert."""
+        """fp32 statistics, log-sum-exp, masks of dropout and attention; what is kept of each pair of token, expert."""
         strategy = self.of[node.name]
         own = _statistics(node) / (self.tp if strategy.output.is_shard else 1)
+        if rule_of(node).kind == "attention":  # a mask of bools is made into what is added to the scores
+            bools = [(m, p) for m, p in self.reads(node)[3:] if info(m).dtype is torch.bool]
+            own += sum(local_bytes(info(m), p, self.tp) * info(node).dtype.itemsize for m, p in bools)
         if node.target is EXPERTS:
             own += _inside_experts(node, self.tp if strategy.inputs[3].is_shard else 1)
         return own

@@ -8,14 +8,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
+from torch.utils.flop_counter import FlopCounterMode
 
+from autopar.cost_models.describe import op_costs
 from autopar.cost_models.logits import logits_cost
 from autopar.ir.custom import LINEAR_CROSS_ENTROPY
-from autopar.ir.graph import NodeInfo, set_info
+from autopar.ir.graph import NodeInfo, Role, set_info
 from autopar.placement import REPLICATE, Strategy
+from autopar.rules import rule_of
 from autopar.runtime.linear_loss import linear_cross_entropy
 from autopar.runtime.memory import LiveStorage
 
+_ROLES = {"x": Role.VALUE, "w": Role.PARAMETER, "t": Role.INPUT, "z": Role.VALUE}
 ROWS, WIDTH, VOCABULARY = 11, 6, 29
 CHUNKS = [1, 2, 3, 29, 40]  # 3 leaves a short last slice, 40 is more than there are columns
 SHAPES: dict[str, dict[str, Any]] = {
@@ -67,6 +71,23 @@ def test_value_and_gradients_are_those_of_whole_logits(shape: str, chunks: int, 
         close(gradient, right)
     # The op of the graph is the same function.
     close(LINEAR_CROSS_ENTROPY(x, w, target, bias, chunks=chunks, **options), expected)
+
+
+def test_each_half_of_a_backward_computes_what_the_price_says() -> None:
+    """All of it, twice: a Function of Python is not told which of its gradients are wanted now."""
+    x, w, _, target = operands()
+    node = loss_node(LINEAR_CROSS_ENTROPY, torch.float64, chunks=3)
+    product, passes = op_costs(node, Strategy((REPLICATE,) * 3, REPLICATE), rule_of(node), 1)
+
+    def flops(*leaves: Tensor) -> Any:
+        loss = linear_cross_entropy(x, w, target, 3)
+        with FlopCounterMode(display=False) as counter:
+            torch.autograd.grad(loss, leaves)
+        return counter.get_total_flops()
+
+    whole = flops(x, w)
+    assert [flops(x) / whole, flops(w) / whole] == list(product.halves)
+    assert product.halves == passes.halves
 
 
 def test_a_second_backward_finds_what_the_first_did() -> None:
@@ -150,17 +171,23 @@ def measured(loss: Any, dtype: torch.dtype) -> int:
         return int(storage.peak - before - gradients)
 
 
-def predicted(target: Any, dtype: torch.dtype, **options: Any) -> float:
+def loss_node(target: Any, dtype: torch.dtype, **options: Any) -> fx.Node:
+    """A loss of 96 rows, with its head if it has one."""
     graph = fx.Graph()
 
     def tensor(name: str, shape: tuple[int, ...], kind: torch.dtype) -> fx.Node:
-        return set_info(graph.placeholder(name), NodeInfo(shape, kind))
+        graded = kind.is_floating_point
+        return set_info(graph.placeholder(name), NodeInfo(shape, kind, requires_grad=graded, role=_ROLES[name]))
 
     x, w, ids = tensor("x", (96, 16), dtype), tensor("w", (LARGE, 16), dtype), tensor("t", (96,), torch.int64)
     logits = tensor("z", (96, LARGE), dtype)
     operands = (x, w, ids) if target is LINEAR_CROSS_ENTROPY else (logits, ids)
-    node = set_info(graph.call_function(target, operands, options), NodeInfo((), torch.float32))
-    cost = logits_cost(node, Strategy((REPLICATE,) * len(operands), REPLICATE), 1)
+    return set_info(graph.call_function(target, operands, options), NodeInfo((), torch.float32, requires_grad=True))
+
+
+def predicted(target: Any, dtype: torch.dtype, **options: Any) -> float:
+    node = loss_node(target, dtype, **options)
+    cost = logits_cost(node, Strategy((REPLICATE,) * len(node.args), REPLICATE), 1)
     assert cost is not None
     return float(cost.peak_bytes)
 

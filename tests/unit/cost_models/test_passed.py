@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from autopar.compiler import compile_program, cut_sequence
 from autopar.cost_models.describe import describe
-from autopar.cost_models.layer_costs import ModelCosts, Passed
+from autopar.cost_models.layer_costs import ModelCosts, Passed, Table
 from autopar.cost_models.passed import boundary_evaluator
 from autopar.ir.graph import B, Program, S
 from autopar.plan import Plan
@@ -53,7 +53,7 @@ def sent(program: Program, plan: Plan) -> list[tuple[int, int]]:
 
 def crossing(made: Subject, plan: Plan) -> list[tuple[float, float]]:
     """The same by the cost model."""
-    boundaries = boundary_evaluator(costs_of(made.program, plan).passed, len(made.program.layer_calls))(
+    boundaries = boundary_evaluator(costs_of(made.program, plan).passed, (), len(made.program.layer_calls))(
         plan.micro_batch, plan.sequence // plan.mesh.cp
     )
     stops = [stop for _, stop in plan.stages[:-1]]
@@ -95,9 +95,15 @@ def values(draw: st.DrawFn) -> Passed:
     return Passed(made, read, size, gradient, draw(st.booleans()) or read > made + 1, draw(st.booleans()))
 
 
-@given(st.lists(values(), max_size=8), st.integers(1, 4))
-def test_every_split_sends_and_keeps_by_the_definition(passing: list[Passed], stages: int) -> None:
-    boundaries = boundary_evaluator(tuple(passing), LAYERS)(1, 1)
+@st.composite
+def tables(draw: st.DrawFn) -> Table:
+    readers = draw(st.sets(st.integers(0, LAYERS - 1), min_size=1))
+    return Table(tuple(sorted(readers)), sympy.Integer(draw(st.integers(1, 99))))
+
+
+@given(st.lists(values(), max_size=8), st.lists(tables(), max_size=4), st.integers(1, 4))
+def test_every_split_sends_and_keeps_by_the_definition(passing: list[Passed], made: list[Table], stages: int) -> None:
+    boundaries = boundary_evaluator(tuple(passing), tuple(made), LAYERS)(1, 1)
     for cut in combinations(range(1, LAYERS), stages - 1):
         for start, stop in zip((0, *cut), (*cut, LAYERS), strict=True):
             received = [v for v in passing if v.made < start <= v.read]
@@ -108,4 +114,7 @@ def test_every_split_sends_and_keeps_by_the_definition(passing: list[Passed], st
             held = sum(v.size_bytes for v in own if v.apart)  # once, whether it is read here or sent
             held += sum(v.size_bytes for v in own if not v.apart and v in going)  # no layer of the stage counts it
             held -= sum(v.size_bytes for v in received if not v.apart and v.kept)  # it lies in its buffer
+            held += sum(t.size_bytes for t in made if not {*range(start, stop)}.isdisjoint(t.readers))
             assert boundaries.held_bytes(start, stop) == float(held)
+            held -= sum(v.size_bytes for v in received if not v.apart and not v.kept)  # counted by the layer that
+            assert boundaries.held_bytes(start, stop, again=True) == float(held)  # is recomputed from it
