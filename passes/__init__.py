@@ -22,6 +22,7 @@ from .read_masks import ReadMasks
 from .read_positions import ReadPositions
 from .repeat_heads import RepeatHeads
 from .shard_parameters import ShardParameters
+from .share_masks import ShareMasks
 from .split_parameters import SplitParameters
 from .split_projections import SplitProjections
 from .split_stages import SplitStages
@@ -31,6 +32,7 @@ PREPARE: tuple[Pass, ...] = (
     FitLiterals(),
     ReadPositions(),
     ReadMasks(),
+    ShareMasks(),  # after read_masks: it reads masks of truth values
     Decompose(),
     SplitProjections(),  # after decompose: it has written splits as slices, biases as adds
     SplitParameters(),  # after split_projections: it has moved slices of products to their weights

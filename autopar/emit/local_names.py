@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from ..ir.custom import LINEAR_CROSS_ENTROPY
-from ..ir.graph import Role, info, node_inputs, op_name
+from ..ir.graph import Role, arguments, info, node_inputs, op_name
 from .roles import ACTIVATIONS, ATTENTIONS, HEAVY, NORMS, SOFTMAX
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def _own(body: Body, head: fx.Node, node: fx.Node) -> str:
     facts = info(head)
     if head.target in HEAVY and facts.module:
         return _short(facts.module)
-    if facts.dtype == torch.bool:
+    if facts.dtype == torch.bool or _hides(head):
         return "mask"
     if info(node).requires_grad:
         return "h"
@@ -77,6 +77,14 @@ def _own(body: Body, head: fx.Node, node: fx.Node) -> str:
         return info(weights[0]).ref.rpartition(".")[2]
     name = op_name(head).strip("_")
     return _OF_NUMBERS.get(name, name)
+
+
+def _hides(head: fx.Node) -> bool:
+    """Whether an op gives so low a number where truth values say so that no softmax sees a score with it."""
+    if head.target not in (aten.where.ScalarOther, aten.masked_fill.Scalar):
+        return False
+    number = arguments(head)[2]
+    return isinstance(number, int | float) and number <= -1e4 and not info(head).requires_grad
 
 
 def _short(module: str) -> str:

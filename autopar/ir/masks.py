@@ -39,12 +39,10 @@ def causal_mask(mask: fx.Node, rows: sympy.Expr, keys: sympy.Expr) -> CausalMask
     ahead: list[int] = []  # j − i ≤ each
     behind: list[int] = []  # i − j ≤ each
     for wanted in condition:
-        at_row, at_key = (wanted.coeff(_index(place)) for place in (2, 1))
-        rest = sympy.expand(wanted - at_row * _index(2) - at_key * _index(1))
+        at_row, at_key, rest = _by_index(wanted)
         if not (at_row.is_Integer and at_key.is_Integer) or rest.has(_Index):
             return None
-        least = rest + sympy.Add(*(n * (keys - 1) for n in (at_row, at_key) if n < 0))
-        if least.is_nonnegative:  # wherever the pair is
+        if _holds(wanted, rows, keys):
             continue
         if at_row != -at_key or at_row == 0 or not rest.is_Integer:
             return None
@@ -52,6 +50,27 @@ def causal_mask(mask: fx.Node, rows: sympy.Expr, keys: sympy.Expr) -> CausalMask
     if not ahead or min(ahead) != 0 or (behind and min(behind) < 0):
         return None
     return CausalMask(min(behind) + 1 if behind else None)
+
+
+def hides_nothing(mask: fx.Node, rows: sympy.Expr, keys: sympy.Expr) -> bool:
+    """Whether a mask that is broadcast to [.., rows, keys] is true everywhere, for every length."""
+    condition = _Reading().value(mask)
+    return isinstance(condition, frozenset) and all(_holds(wanted, rows, keys) for wanted in condition)
+
+
+def _by_index(wanted: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr, sympy.Expr]:
+    """What an integer has of the index of a row, of that of a key, and the rest."""
+    at_row, at_key = (wanted.coeff(_index(place)) for place in (2, 1))
+    return at_row, at_key, sympy.expand(wanted - at_row * _index(2) - at_key * _index(1))
+
+
+def _holds(wanted: sympy.Expr, rows: sympy.Expr, keys: sympy.Expr) -> bool:
+    """Whether an integer is ≥ 0 wherever the pair of row and key is."""
+    at_row, at_key, rest = _by_index(wanted)
+    if not (at_row.is_Integer and at_key.is_Integer) or rest.has(_Index):
+        return False
+    least = rest + sum(n * (size - 1) for n, size in ((at_row, rows), (at_key, keys)) if n < 0)
+    return bool(least.is_nonnegative)
 
 
 class _Index(sympy.Symbol):  # type: ignore[misc]

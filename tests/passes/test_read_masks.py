@@ -30,6 +30,19 @@ def test_a_plain_causal_mask_goes() -> None:
     )
 
 
+def test_a_mask_that_hides_nothing_goes() -> None:
+    assert_becomes(
+        ReadMasks(),
+        _BEFORE.format(mask="ge.Scalar(i, 0)", dropout=0.1).replace("m: [s, s]", "m: [s, 1]"),
+        """
+        block model:
+          q: [b, 2, s, 4] = parameter q
+          a: [b, 2, s, 4] = scaled_dot_product_attention(q, q, q, None, 0.1, False, scale=0.5)
+          return a
+        """,
+    )
+
+
 def test_a_window_is_known_and_its_mask_stays() -> None:
     assert_becomes(
         ReadMasks(),

@@ -70,11 +70,11 @@ class ViTLayer(nn.Module):
         parameter(self, "mlp.fc2.weight", (32, 72), shard=1)
         parameter(self, "mlp.fc2.bias", (32,))
 
-    def forward(self, x, mask):  # x: Replicate@tp [b, 10, 32]
-        x = self._attention(x, mask)
+    def forward(self, x):  # x: Replicate@tp [b, 10, 32]
+        x = self._attention(x)
         return self._mlp(x)
 
-    def _attention(self, x, mask):  # x: Replicate@tp [b, 10, 32]
+    def _attention(self, x):  # x: Replicate@tp [b, 10, 32]
         b = x.shape[0]
         h = F.layer_norm(
             x,
@@ -90,7 +90,7 @@ class ViTLayer(nn.Module):
         k = k.reshape(b, 10, 2, 8).transpose(1, 2)
         v = F.linear(h, local(self.attention.v_proj.weight), local(self.attention.v_proj.bias))
         v = v.reshape(b, 10, 2, 8).transpose(1, 2)
-        attn = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3535533905932738)
+        attn = F.scaled_dot_product_attention(q, k, v, scale=0.3535533905932738)
         attn = attn.transpose(1, 2).reshape(b, 10, 16)
         attn = F.linear(attn, local(self.attention.o_proj.weight))  # row-parallel → Partial
         attn = all_reduce(attn, axis="tp")  # Partial → Replicate; backward: nothing
@@ -141,21 +141,15 @@ class Model(nn.Module):
             parameter(self, "classifier.bias", (10,))
 
     def forward(self, *received, pixel_values, labels):
-        mask = self._tables(pixel_values.shape[0], pixel_values.device)
         if self._first:
             x = self._prologue(pixel_values)
         else:
             (x,) = received
         for layer in self.vit.layers.children():
-            x = layer(x, mask)
+            x = layer(x)
         if self._last:
             return self._epilogue(x, labels)
         return x
-
-    def _tables(self, b, device):
-        """What layers read that depends on no parameter: every stage makes its own."""
-        mask = torch.arange(10, device=device).unsqueeze(0).unsqueeze(1).unsqueeze(3) >= 0
-        return mask.expand(b, 1, 10, 10)
 
     def _prologue(self, pixel_values):
         """What runs before the first layer."""

@@ -70,11 +70,11 @@ class ViTLayer(nn.Module):
         parameter(self, "mlp.fc2.weight", (32, 72), shard=1)
         parameter(self, "mlp.fc2.bias", (32,))
 
-    def forward(self, x, mask):  # x: Shard(1)@tp [b, 5, 32]
-        x = self._attention(x, mask)
+    def forward(self, x):  # x: Shard(1)@tp [b, 5, 32]
+        x = self._attention(x)
         return self._mlp(x)
 
-    def _attention(self, x, mask):  # x: Shard(1)@tp [b, 5, 32]
+    def _attention(self, x):  # x: Shard(1)@tp [b, 5, 32]
         b = x.shape[0]
         h = F.layer_norm(
             x,
@@ -90,7 +90,7 @@ class ViTLayer(nn.Module):
         k = k.reshape(b, 10, 2, 8).transpose(1, 2)
         v = F.linear(h, local(self.attention.v_proj.weight), local(self.attention.v_proj.bias))
         v = v.reshape(b, 10, 2, 8).transpose(1, 2)
-        attn = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3535533905932738)
+        attn = F.scaled_dot_product_attention(q, k, v, scale=0.3535533905932738)
         attn = attn.transpose(1, 2).reshape(b, 10, 16)
         attn = F.linear(attn, local(self.attention.o_proj.weight))  # row-parallel → Partial
         attn = reduce_scatter(attn, dim=1, axis="tp")  # Partial → Shard(1); backward: all-gather
@@ -137,16 +137,10 @@ class Model(nn.Module):
         parameter(self, "classifier.bias", (10,), shard=0)
 
     def forward(self, *, pixel_values, labels):
-        mask = self._tables(pixel_values.shape[0], pixel_values.device)
         x = self._prologue(pixel_values)
         for layer in self.vit.layers.children():
-            x = layer(x, mask)
+            x = layer(x)
         return self._epilogue(x, labels)
-
-    def _tables(self, b, device):
-        """What layers read that depends on no parameter: every stage makes its own."""
-        mask = torch.arange(10, device=device).unsqueeze(0).unsqueeze(1).unsqueeze(3) >= 0
-        return mask.expand(b, 1, 10, 10)
 
     def _prologue(self, pixel_values):
         """What runs before the first layer."""

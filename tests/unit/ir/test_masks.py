@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.ir.graph import B, Block, Program, Role, S, info
-from autopar.ir.masks import CausalMask, causal_mask
+from autopar.ir.masks import CausalMask, causal_mask, hides_nothing
 from tests.passes.programs import read
 
 # Rows i and keys j as Hugging Face makes them, with a batch and a head of size 1.
@@ -163,6 +164,39 @@ FALSE = {
 }  # fmt: skip
 
 
+NO_MASK = {
+    "everything": FALSE["everything"],
+    "rows from the first on": "r: [1, 1, s, 1] bool = ge.Scalar(i, 0)\nm: [b, 1, s, s] bool = expand(r, [b, 1, s, s])",
+    "keys up to the last": (
+        "last: [1, 1, 1, s] int = sub(j, s)\nk0: [1, 1, 1, s] bool = lt.Scalar(last, 0)\n"
+        "one: [] bool = ones([], dtype=torch.bool)\nm: [1, 1, 1, s] bool = __and__.Tensor(one, k0)"
+    ),
+    "a window of all": "x: [1, 1, s, 1] int = sub(i, s)\nm: [1, 1, s, s] bool = gt.Tensor(j, x)",
+}
+SOME_MASK = {
+    "all but the first row": "m: [1, 1, s, 1] bool = gt.Scalar(i, 0)",
+    "all but the last key": "last: [1, 1, 1, s] int = sub(j, s)\nm: [1, 1, 1, s] bool = lt.Scalar(last, -1)",
+    "all but one pair": "x: [1, 1, s, 1] int = sub(i, s)\ny: [1, 1, s, 1] int = add(x, 1)\n"
+    "m: [1, 1, s, s] bool = gt.Tensor(j, y)",
+    **{name: lines for name, (lines, _) in TRUE.items()},
+    **{name: lines for name, lines in FALSE.items() if name not in ("everything", "either")},
+}
+
+
+@pytest.mark.parametrize("name", NO_MASK)
+def test_a_mask_that_hides_nothing_is_proven(name: str) -> None:
+    given = program(NO_MASK[name])
+    assert hides_nothing(given.blocks["model"].results[0], S, S)
+    assert all(run(given.blocks["model"], length).all() for length in (1, 2, 6, 13)), "what the test says is so"
+
+
+@pytest.mark.parametrize("name", SOME_MASK)
+def test_a_mask_that_hides_something_is_none_that_hides_nothing(name: str) -> None:
+    given = program(SOME_MASK[name])
+    assert not hides_nothing(given.blocks["model"].results[0], S, S)
+    assert not run(given.blocks["model"], 13).all(), "what the test says is so"
+
+
 @pytest.mark.parametrize("name", TRUE)
 def test_a_causal_mask_is_proven(name: str) -> None:
     lines, window = TRUE[name]
@@ -189,13 +223,13 @@ def test_rows_and_keys_of_other_lengths_are_not() -> None:
     assert causal_mask(mask, S, 2 * S) is None and causal_mask(mask, 2 * S, S) is None
 
 
-def random_mask(draw: random.Random) -> tuple[str, str]:
+def random_mask(draw: random.Random, offsets: Sequence[str] = ("0", "1", "2", "3")) -> tuple[str, str]:
     """Comparisons of positions with random offsets, joined at random: the lines, and the name of the result."""
     lines, conditions = [], []
     for n in range(draw.randint(1, 3)):
         a, c = draw.sample(["i", "j"], 2)
         size = {"i": "[1, 1, s, 1]", "j": "[1, 1, 1, s]"}[c]
-        lines.append(f"x{n}: {size} int = {draw.choice(['add', 'sub'])}({c}, {draw.randint(0, 3)})")
+        lines.append(f"x{n}: {size} int = {draw.choice(['add', 'sub'])}({c}, {draw.choice(offsets)})")
         lines.append(f"c{n}: [1, 1, s, s] bool = {draw.choice(['le', 'lt', 'ge', 'gt', 'eq'])}.Tensor({a}, x{n})")
         conditions.append(f"c{n}")
         if draw.random() < 0.3:
@@ -218,3 +252,13 @@ def test_what_is_proven_of_random_masks_is_so() -> None:
             for length in (1, 3, 9):
                 assert torch.equal(run(given.blocks["model"], length)[0, 0], seen(length, mask.window)), given
     assert found.count(None) >= 2 and len(found) - found.count(None) >= 3, "few of them are causal masks"
+
+
+def test_what_hides_nothing_of_random_masks_does_not() -> None:
+    draw, found = random.Random(0), 0
+    for _ in range(240):
+        given = program(*random_mask(draw, ["0", "1", "s", "s - 1", "s - 2"]))
+        if hides_nothing(given.blocks["model"].results[0], S, S):
+            assert all(run(given.blocks["model"], length).all() for length in (1, 2, 3, 9)), given
+            found += 1
+    assert found >= 8, "few of them hide nothing"
