@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
+from functools import cached_property
 
 AXES = ("pp", "dp", "cp", "tp")
 
@@ -17,9 +17,9 @@ class Mesh:
     cp: int = 1
     tp: int = 1
 
-    @property
+    @cached_property
     def world_size(self) -> int:
-        return prod(self.size(axis) for axis in AXES)
+        return self.pp * self.dp * self.cp * self.tp
 
     def size(self, axis: str) -> int:
         value: int = getattr(self, axis)

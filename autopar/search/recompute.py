@@ -42,7 +42,7 @@ class ClassOptions:
     options: tuple[Option, ...]
 
 
-_Classes = Sequence[tuple[int, tuple[Option, ...]]]  # layers of each class, what may be recomputed of them
+_Classes = tuple[tuple[int, tuple[Option, ...]], ...]  # layers of each class, what may be recomputed of them
 
 
 def cheapest(
@@ -58,13 +58,16 @@ def cheapest(
     """
     if saved_bytes + workspace_bytes <= room_bytes:
         return tuple(() for _ in classes)
-    if _Divisible([(own.count, own.options) for own in classes])(saved_bytes + workspace_bytes - room_bytes) >= limit_s:
+    if (
+        _divisible(tuple((own.count, own.options) for own in classes))(saved_bytes + workspace_bytes - room_bytes)
+        >= limit_s
+    ):
         return None  # whatever the workspace
     within: list[tuple[float, float, _Classes, float]] = []  # by what they take at least
     for limit in {option.workspace_bytes for own in classes for option in own.options if own.count}:
         need = saved_bytes + max(workspace_bytes, limit) - room_bytes
-        allowed = [(own.count, tuple(o for o in own.options if o.workspace_bytes <= limit)) for own in classes]
-        within.append((_Divisible(allowed)(need), limit, allowed, need))
+        allowed = tuple((own.count, tuple(o for o in own.options if o.workspace_bytes <= limit)) for own in classes)
+        within.append((_divisible(allowed)(need), limit, allowed, need))
     best: tuple[Chosen, ...] | None = None
     for bound_s, _, among, need in sorted(within):
         if bound_s < limit_s and (found := _cover(among, need, limit_s)) is not None:
@@ -94,6 +97,11 @@ class _Divisible:
 
 
 @cache
+def _divisible(classes: _Classes) -> _Divisible:
+    return _Divisible(classes)
+
+
+@cache
 def _hull(count: int, options: tuple[Option, ...]) -> list[tuple[float, float, float]]:
     """(seconds a byte, bytes, seconds) of the steps from nothing to what frees most, each the cheapest a byte."""
     steps: list[tuple[float, float, float]] = []
@@ -109,12 +117,15 @@ def _hull(count: int, options: tuple[Option, ...]) -> list[tuple[float, float, f
     return steps
 
 
-def undominated(options: Sequence[Option]) -> Iterator[Option]:
+@cache
+def undominated(options: tuple[Option, ...]) -> tuple[Option, ...]:
     """Those that free something, but for what another one frees in no more time and in no larger pieces."""
-    for option in options:
+
+    def is_best(option: Option) -> bool:
         better = (o for o in options if o is not option and option.group % o.group == 0)
-        if option.frees_bytes > 0 and not any(_dominates(o, option) for o in better):
-            yield option
+        return not any(_dominates(o, option) for o in better)
+
+    return tuple(option for option in options if option.frees_bytes > 0 and is_best(option))
 
 
 def _dominates(one: Option, other: Option) -> bool:
@@ -128,8 +139,8 @@ def _cover(classes: _Classes, need_bytes: float, limit_s: float) -> tuple[float,
     Class by class, what may come out cheapest first: its seconds so far, and those of the rest if it were divisible.
     """
     there = [place for place, (count, options) in enumerate(classes) if count and options]
-    rest = [_Divisible([classes[place] for place in there[at:]]) for at in range(len(there))]
-    own = [(classes[place][0], tuple(undominated(classes[place][1]))) for place in there]
+    rest = [_divisible(tuple(classes[place] for place in there[at:])) for at in range(len(there))]
+    own = [(classes[place][0], undominated(classes[place][1])) for place in there]
     reached: list[list[tuple[float, float]]] = [[] for _ in range(len(there) + 1)]  # seconds, bytes freed
     waiting: list[tuple[float, int, float, float, tuple[Chosen, ...]]] = [(0.0, 0, 0.0, 0.0, ())]  # deepest first
     while waiting:
@@ -154,18 +165,20 @@ def _least(count: int, options: tuple[Option, ...], need_bytes: float) -> list[t
     """The cheapest mix of two choices that frees enough, if any; of each pair as little as does of the slower one."""
     if need_bytes <= 0:
         return [(0.0, 0.0, ())]
-    found: list[tuple[float, float, Chosen]] = []
+    best: tuple[float, Option | None, Option, int] | None = None
     for base, option in _pairs(options):
-        base_bytes = base.frees_bytes if base else 0.0
+        base_bytes, base_s = (base.frees_bytes, base.time_s) if base else (0.0, 0.0)
         if count * option.frees_bytes < need_bytes * _TIE:
             continue  # not even if all layers took it
         gain = option.frees_bytes - base_bytes
         least = ceil((need_bytes - count * base_bytes) / gain * _TIE) if gain else 0
-        taken = list(_taken(count, base, option, least))
-        if taken:
-            faster = base is not None and option.time_s < base.time_s  # and in larger groups, else it dominates
-            found.append(_point(count, base, option, taken[-1 if faster else 0]))
-    return [min(found, key=lambda point: point[0])] if found else []
+        if taken := list(_taken(count, base, option, least)):
+            faster = base is not None and option.time_s < base_s  # and in larger groups, else it dominates
+            own = taken[-1 if faster else 0]
+            time_s = own * option.time_s + (count - own) * base_s
+            if best is None or time_s < best[0]:
+                best = time_s, base, option, own
+    return [_point(count, *best[1:])] if best else []
 
 
 @cache

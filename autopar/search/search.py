@@ -18,6 +18,7 @@ from autopar.cost_models.layer_costs import ModelCosts
 from autopar.cost_models.step_time import Estimate, estimate_price
 from autopar.cost_models.update import update_time_s
 from autopar.errors import InfeasibleError
+from autopar.mesh import Mesh
 from autopar.plan import Optimizer, Plan, Solution
 from autopar.recompute import Again
 from autopar.rules.coupling import Coupling
@@ -251,19 +252,19 @@ class _Ranking:
     def __init__(self, keep: int, gpus: int) -> None:
         self.keep = keep
         self.gpus = gpus
-        self.best: dict[str, Candidate] = {}
+        self.best: dict[Mesh, Candidate] = {}
+        self._first_s = self._last_s = inf  # of those that are kept
 
     def limit_s(self, choice: Choice) -> float:
-        own = self.best.get(str(choice.mesh))
+        own = self.best.get(choice.mesh)
         own_s = own.estimate.step_time_s if own else inf
-        if choice.mesh.world_size < self.gpus:
-            # Fewer GPUs are of interest only where they are faster than all that was found.
-            return min(own_s, min((c.estimate.step_time_s for c in self.best.values()), default=inf))
-        steps = sorted(c.estimate.step_time_s for c in self.best.values())
-        return min(own_s, steps[self.keep - 1] if len(steps) >= self.keep else inf)
+        # Fewer GPUs are of interest only where they are faster than all that was found.
+        return min(own_s, self._first_s if choice.mesh.world_size < self.gpus else self._last_s)
 
     def add(self, candidate: Candidate) -> None:
-        self.best[str(candidate.plan.mesh)] = candidate
+        self.best[candidate.plan.mesh] = candidate
+        steps = sorted(c.estimate.step_time_s for c in self.best.values())
+        self._first_s, self._last_s = steps[0], steps[self.keep - 1] if len(steps) >= self.keep else inf
 
     def ranked(self) -> tuple[Candidate, ...]:
         return tuple(sorted(self.best.values(), key=lambda c: c.estimate.step_time_s)[: self.keep])
