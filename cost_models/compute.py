@@ -118,7 +118,8 @@ class ModelPrice:
 class StageShape:
     """What a stage is made of: layers of each class, of these how many with each recompute, ends of the model.
 
-    receives_bytes: of a micro-batch, from both neighbours; held_bytes: what it keeps of one beside what its blocks do.
+    receives_bytes: of a micro-batch, from both neighbours. held: what it keeps of one beside what its blocks do, as
+    they are and with its first layer, one of `starts_with`, recomputed as a whole.
     """
 
     counts: tuple[int, ...]
@@ -126,7 +127,14 @@ class StageShape:
     first: bool
     last: bool
     receives_bytes: float
-    held_bytes: float
+    held: tuple[float, float]
+    starts_with: int
+
+    @property
+    def held_bytes(self) -> float:
+        """Of `held` what holds; which layers of a class are recomputed the shape does not say, so all must be."""
+        chosen = self.recomputed[self.starts_with] if self.recomputed else ()
+        return self.held[0 < sum(n for what, n in chosen if is_whole(what)) == self.counts[self.starts_with]]
 
 
 @dataclass(frozen=True)
@@ -195,8 +203,7 @@ def _in_chunks(
 def stage_shape(price: ModelPrice, start: int, stop: int, recompute: Iterable[Again] = ()) -> StageShape:
     """The stage of layers [start, stop); the ends of the model belong to the first and last layer."""
     recomputed: list[dict[str, int]] = [{} for _ in price.classes]
-    chosen = by_layer(recompute)
-    for layer, what in chosen.items():
+    for layer, what in by_layer(recompute).items():
         if start <= layer < stop:
             own = recomputed[price.layers[layer]]
             own[what] = own.get(what, 0) + 1
@@ -206,7 +213,8 @@ def stage_shape(price: ModelPrice, start: int, stop: int, recompute: Iterable[Ag
         start == 0,
         stop == len(price.layers),
         price.boundaries.receives_bytes(start, stop),
-        price.boundaries.held_bytes(start, stop, is_whole(chosen.get(start, ""))),
+        (price.boundaries.held_bytes(start, stop), price.boundaries.held_bytes(start, stop, again=True)),
+        price.layers[start] if start < stop else 0,
     )
 
 

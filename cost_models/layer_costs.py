@@ -120,7 +120,8 @@ class Passed:
 
 @dataclass(frozen=True)
 class Table:
-    """A value that depends on no parameter, as a mask: each stage with a layer of `readers` makes and keeps its own."""
+    """A value that depends on no parameter, as a mask: each stage with a layer of `readers` makes its own. It counts as
+    kept, which it is if an op of theirs keeps it, or if they are recomputed."""
 
     readers: tuple[int, ...]
     size_bytes: sympy.Expr

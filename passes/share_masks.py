@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import inf
 from typing import ClassVar
@@ -11,11 +11,15 @@ import torch
 from torch import fx
 
 from autopar.ir.build import call, eliminate_dead
-from autopar.ir.graph import MODEL, Program, info
+from autopar.ir.graph import MODEL, Block, Program, Role, info, node_inputs
 from autopar.plan import Plan
 from autopar.rules.arguments import option
+from autopar.trace.lists import LayerLists, layer_lists
+from autopar.trace.repeats import REPEAT
 
 aten = torch.ops.aten
+
+_ATTENTION = aten.scaled_dot_product_attention.default
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,9 @@ class ShareMasks:
     model of 32 layers, 32 of [b, 1, s, s]. Layers that read the same mask read the same numbers instead.
 
     Requires: masks have been read (read_masks knows truth values only). Ensures: several attentions that read one
-    mask of truth values read one of 0 and −inf, broadcast where it was: what the kernels would have made.
+    mask of truth values read one of 0 and −inf, broadcast where it was: what the kernels would have made. Only of what
+    every stage makes for itself: others would send numbers with a gradient where they sent truth values. (On cp each
+    layer takes its rows of them.)
 
         m = expand(seen, b, 1, s, s)    |   m = expand(where(seen, zeros([]), −inf), b, 1, s, s)
         attention(q, k, v, m)           |   attention(q, k, v, m)
@@ -35,31 +41,47 @@ class ShareMasks:
 
     def apply(self, program: Program, plan: Plan | None) -> Program:
         program = program.copy_blocks()
-        graph = program.blocks[MODEL].graph
-        readers: dict[tuple[fx.Node, torch.dtype], list[fx.Node]] = defaultdict(list)
-        for node in program.blocks[MODEL].ops:
-            if node.target is aten.scaled_dot_product_attention.default:
-                mask = option(node, "attn_mask")
-                if isinstance(mask, fx.Node) and info(mask).dtype == torch.bool:
-                    readers[mask, info(node).dtype].append(node)
-        for (mask, dtype), attentions in readers.items():
-            if len(attentions) > 1:
-                added = _added(graph, mask, dtype)
-                for node in attentions:
+        block = program.blocks[MODEL]
+        lists = layer_lists({name: facts.shape for name, facts in program.parameters.items()})
+        made: dict[fx.Node, fx.Node] = {}
+        for mask in list(_tables(block, lists)):
+            readers = [n for n in mask.users if n.target is _ATTENTION and option(n, "attn_mask") is mask]
+            if len(readers) > 1 and len({info(n).dtype for n in readers}) == 1:
+                added = _added(mask, info(readers[0]).dtype, made)
+                for node in (*readers, *(n for n in mask.users if n.target is REPEAT)):
                     node.replace_input_with(mask, added)
-        eliminate_dead(graph)
+        eliminate_dead(block.graph)
         return program
 
 
-def _added(graph: fx.Graph, mask: fx.Node, dtype: torch.dtype) -> fx.Node:
+def _tables(block: Block, lists: LayerLists) -> Iterator[fx.Node]:
+    """Truth values that depend on no parameter and are made outside of layers."""
+    outside: set[fx.Node] = set()
+    for node in block.nodes:
+        if node.op == "placeholder":
+            is_outside = info(node).role in (Role.INPUT, Role.BUFFER)
+        else:
+            is_outside = lists.layer(info(node).module) is None and outside.issuperset(node_inputs(node))
+        if is_outside:
+            outside.add(node)
+            if info(node).dtype == torch.bool:
+                yield node
+
+
+def _added(mask: fx.Node, dtype: torch.dtype, made: dict[fx.Node, fx.Node]) -> fx.Node:
     """What is added to scores: 0 where the mask is true, −inf elsewhere."""
-    facts = replace(info(mask), dtype=dtype)
+    if mask in made and info(made[mask]).dtype == dtype:
+        return made[mask]
+    graph, facts = mask.graph, replace(info(mask), dtype=dtype)
     if mask.target is aten.expand.default:  # of what is broadcast, and then broadcast
         (seen, *sizes) = mask.args
+        assert isinstance(seen, fx.Node)
+        source = _added(seen, dtype, made)
         with graph.inserting_after(mask):
-            added = call(graph, aten.expand.default, (_added(graph, seen, dtype), *sizes), facts)  # type: ignore[arg-type]
-        return added
+            made[mask] = call(graph, aten.expand.default, (source, *sizes), facts)
+        return made[mask]
     with graph.inserting_after(mask):
         zero = call(graph, aten.zeros.default, ([],), facts, shape=(), dtype=dtype)
     with graph.inserting_after(zero):
-        return call(graph, aten.where.ScalarOther, (mask, zero, -inf), facts)
+        made[mask] = call(graph, aten.where.ScalarOther, (mask, zero, -inf), facts)
+    return made[mask]

@@ -80,11 +80,12 @@ def _own(body: Body, head: fx.Node, node: fx.Node) -> str:
 
 
 def _hides(head: fx.Node) -> bool:
-    """Whether an op gives so low a number where truth values say so that no softmax sees a score with it."""
+    """Whether an op makes of truth values what is added to scores: a constant, or so low a number that no softmax sees
+    a score with it."""
     if head.target not in (aten.where.ScalarOther, aten.masked_fill.Scalar):
         return False
-    number = arguments(head)[2]
-    return isinstance(number, int | float) and number <= -1e4 and not info(head).requires_grad
+    filled, number = node_inputs(head)[head.target is aten.where.ScalarOther], arguments(head)[2]
+    return isinstance(number, int | float) and number <= -1e4 and not node_inputs(filled)
 
 
 def _short(module: str) -> str:

@@ -39,12 +39,10 @@ def causal_mask(mask: fx.Node, rows: sympy.Expr, keys: sympy.Expr) -> CausalMask
     ahead: list[int] = []  # j − i ≤ each
     behind: list[int] = []  # i − j ≤ each
     for wanted in condition:
-        at_row, at_key, rest = _by_index(wanted)
-        if not (at_row.is_Integer and at_key.is_Integer) or rest.has(_Index):
-            return None
         if _holds(wanted, rows, keys):
             continue
-        if at_row != -at_key or at_row == 0 or not rest.is_Integer:
+        at_row, at_key, rest = _by_index(wanted)
+        if at_row != -at_key or at_row == 0 or not (at_row.is_Integer and rest.is_Integer):
             return None
         (ahead if at_row > 0 else behind).append(int(rest) // abs(int(at_row)))
     if not ahead or min(ahead) != 0 or (behind and min(behind) < 0):

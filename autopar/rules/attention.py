@@ -39,15 +39,15 @@ def _attention(node: fx.Node) -> Rule:
         special=(_one_group(node, masks),) if groups != heads else (),
         multiple_of=int(groups) if groups != heads else 0,
         kind="attention",
-        saves=(0, 1, 2, *_kept_masks(node), -1),
+        saves=(0, 1, 2, *kept_masks(node, made=False), -1),
         context=_over_sequence(node, masks),
     )
 
 
-def _kept_masks(node: fx.Node) -> tuple[int, ...]:
-    """Positions of masks that are added as they are; of one of bools the kernel makes and keeps its own."""
-    masks = enumerate(node_inputs(node)[3:], 3)
-    return tuple(place for place, mask in masks if info(mask).dtype.is_floating_point)
+def kept_masks(node: fx.Node, made: bool) -> tuple[int, ...]:
+    """Positions of the masks that are added as they are; made: of those of truth values, of each of which the kernel
+    makes one of numbers, in the dtype of the result, and keeps that."""
+    return tuple(i for i, mask in enumerate(node_inputs(node)[3:], 3) if (info(mask).dtype == torch.bool) == made)
 
 
 def _one_group(node: fx.Node, masks: tuple[Dims, ...]) -> Strategy:

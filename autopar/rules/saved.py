@@ -16,6 +16,7 @@ from ..ir.custom import EXPERTS, LINEAR_CROSS_ENTROPY
 from ..ir.graph import Block, NodeInfo, Role, Shape, info, node_inputs
 from ..placement import REPLICATE, Kind, Placement, Strategy
 from . import rule_of
+from .attention import kept_masks
 from .losses import is_raised_loss
 
 aten = torch.ops.aten
@@ -127,9 +128,9 @@ class Saved:
         """fp32 statistics, log-sum-exp, masks of dropout and attention; what is kept of each pair of token, expert."""
         strategy = self.of[node.name]
         own = _statistics(node) / (self.tp if strategy.output.is_shard else 1)
-        if rule_of(node).kind == "attention":  # a mask of bools is made into what is added to the scores
-            bools = [(m, p) for m, p in self.reads(node)[3:] if info(m).dtype is torch.bool]
-            own += sum(local_bytes(info(m), p, self.tp) * info(node).dtype.itemsize for m, p in bools)
+        if rule_of(node).kind == "attention":
+            masks = [self.reads(node)[place] for place in kept_masks(node, made=True)]
+            own += sum(local_bytes(info(m), p, self.tp) * info(node).dtype.itemsize for m, p in masks)
         if node.target is EXPERTS:
             own += _inside_experts(node, self.tp if strategy.inputs[3].is_shard else 1)
         return own

@@ -41,11 +41,11 @@ def _(hidden: Tensor, others: list[Tensor], index: int) -> Tensor:
     return torch.empty_like(hidden)
 
 
-_REPEAT = torch.ops.autopar.repeat.default
+REPEAT = torch.ops.autopar.repeat.default
 
 
 def is_stand_in(node: fx.Node) -> bool:
-    return node.target is _REPEAT and arguments(node)[2] > 1
+    return node.target is REPEAT and arguments(node)[2] > 1
 
 
 def fold(model: nn.Module) -> bool:
@@ -174,7 +174,7 @@ def same_given(program: Program) -> Program:
     program: prepared, of one block. Values are the same where they are one node, for no op changes its operands.
     """
     program = program.copy_blocks()
-    ops = [node for node in program.blocks[MODEL].ops if node.target is _REPEAT]
+    ops = [node for node in program.blocks[MODEL].ops if node.target is REPEAT]
     seconds = [node for node in ops if not is_stand_in(node)]
     given = {_list_of(node): arguments(node)[1] for node in seconds}
     for node in ops:

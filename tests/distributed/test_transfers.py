@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -89,6 +90,18 @@ def test_each_stage_keeps_what_the_ledger_says(name: str, recompute: str) -> Non
     for found, (start, stop) in zip(kept, plan.stages, strict=True):
         priced = stage_memory(price, stage_shape(price, start, stop, plan.recompute), 1).saved_bytes
         assert found == pytest.approx(priced, rel=0.1)  # CPUs have no fused kernel for a bias with a gradient
+
+
+def test_a_layer_that_is_recomputed_counts_what_it_reads() -> None:
+    """And not the stage beside it, whether a plan says what is recomputed or the search has chosen it."""
+    made = family("unet", torch.float32)
+    plan = made.plan(pp=3, recompute="all")
+    price = price_of(made, plan)
+    for start, stop in plan.stages:
+        plain, planned = stage_shape(price, start, stop), stage_shape(price, start, stop, plan.recompute)
+        chosen = tuple((("layer", count),) if count else () for count in plain.counts)
+        assert replace(plain, recomputed=chosen).held_bytes == planned.held_bytes <= plain.held_bytes
+        assert (planned.held_bytes < plain.held_bytes) == (start == 3)  # whose two inputs nothing keeps
 
 
 def _example(model: Any, stage: int, plan: Plan) -> list[Tensor]:

@@ -178,6 +178,7 @@ def test_each_layer_has_its_own_flags() -> None:
     assert [causal for _, causal, _ in attentions(program)] == [kind == "f" for kind in "fflfflf"]
 
 
-def test_masks_that_all_layers_are_given_do_not_unfold() -> None:
-    folded, whole = (_layers(Masked("f" * 7, False), INPUTS, "fp32", "refuse", fold) for fold in (True, False))
+@pytest.mark.parametrize("kind", SAYS)
+def test_masks_that_all_layers_are_given_do_not_unfold(kind: str) -> None:
+    folded, whole = (_layers(Masked(kind * 7, False), INPUTS, "fp32", "refuse", fold) for fold in (True, False))
     assert same(folded, whole)
