@@ -64,7 +64,7 @@ def test_the_bytes_that_cross_each_boundary_are_those_of_the_price(name: str, sc
 def test_each_stage_keeps_what_the_ledger_says(name: str, recompute: str) -> None:
     """Storages alive after a stage's forward, beside what it has received, as the ledger has them.
 
-    windowed: with a mask of rows and keys, of which the kernels of each layer make their own.
+    windowed: with a mask of rows and keys, which each stage makes once for its layers.
     """
     own = {"gpt": lambda: gpt(torch.float32), "windowed": lambda: mistral(5)}
     made: Subject = own[name]() if name in own else family(name, torch.float32)

@@ -47,8 +47,7 @@ def test_a_kernel_keeps_truths_as_numbers_and_numbers_as_they_are(name: str) -> 
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        y = F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+        F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
     log_sum_exp = BATCH * 2 * LENGTH
     # CPUs keep log-sum-exp of fp64 in fp64, GPUs have it in fp32.
     assert sum(found.values()) - 8 * log_sum_exp == priced - 4 * log_sum_exp
-    assert y.requires_grad
