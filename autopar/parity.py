@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from .runtime.trees import tree_leaves
+
 RMS_FLOOR = 1e-3
 TOLERANCE = 1e-9
 
@@ -158,8 +160,7 @@ def train_original(
     for batch in batches:
         optimizer.zero_grad()
         with raise_float32(), no_dropout():
-            outputs = model(**batch, **constants)
-            loss = outputs if isinstance(outputs, Tensor) else outputs[0]
+            loss = loss_of(model(**batch, **constants))
             loss.backward()
         gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         result["losses"].append(loss.item())
@@ -170,6 +171,14 @@ def train_original(
     buffers = {n: b.clone() for n, b in model.named_buffers(remove_duplicate=False) if n in saved}
     result["weights"] = {n: p.detach().clone() for n, p in model.named_parameters()} | buffers
     return result
+
+
+def loss_of(outputs: Any) -> Tensor:
+    """The loss among what a traced forward returns: called "loss", or the first 0-dim float (`trace.signature`)."""
+    if isinstance(outputs, Mapping) and "loss" in outputs:
+        outputs = outputs["loss"]
+    leaves = (leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
+    return next(leaf for leaf in leaves if leaf.shape == () and leaf.is_floating_point())
 
 
 def _raised(value: Any) -> Any:

@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autopar.parity import loss_of as loss_among
 from autopar.parity import raise_float32, relative_errors
 from autopar.trace.moe import written_experts
 
@@ -277,9 +278,9 @@ def reference_run(
 ) -> Reference:
     """Train a copy of `model` on `batches`, each a whole global batch of keyword inputs, one step a batch.
 
-    `loss_of(outputs, batch)` takes the loss from the outputs (default: the outputs, their `loss`, or the
-    first of a tuple). `dtype` converts the copy and the floating inputs first. A float64 model runs under
-    `raise_float32`. Parameters without a gradient have zeros in `gradients`. `model` itself stays as it is.
+    `loss_of(outputs, batch)` takes the loss from the outputs (default: what the trace takes). `dtype` converts the
+    copy and the floating inputs first. A float64 model runs under `raise_float32`. Parameters without a gradient have
+    zeros in `gradients`. `model` itself stays as it is.
     """
     model = copy.deepcopy(model).to(dtype=dtype) if dtype is not None else copy.deepcopy(model)
     optimizer = optimizer_factory(model.parameters())
@@ -290,7 +291,7 @@ def reference_run(
             optimizer.zero_grad()
             batch = {name: _cast(value, dtype) for name, value in batch.items()}
             outputs = model(**batch)
-            loss = loss_of(outputs, batch) if loss_of else _loss(outputs)
+            loss = loss_of(outputs, batch) if loss_of else loss_among(outputs)
             loss.backward()
             losses.append(loss.item())
             gradients.append({name: _gradient(parameter) for name, parameter in model.named_parameters()})
@@ -301,16 +302,6 @@ def reference_run(
     saved = model.state_dict()
     weights |= {name: b.clone() for name, b in model.named_buffers(remove_duplicate=False) if name in saved}
     return Reference(losses, gradients, norms, weights)
-
-
-def _loss(outputs: Any) -> Tensor:
-    if isinstance(outputs, tuple):
-        outputs = outputs[0]
-    if isinstance(outputs, Mapping):
-        outputs = outputs["loss"]
-    loss = outputs if isinstance(outputs, Tensor) else outputs.loss
-    assert isinstance(loss, Tensor)
-    return loss
 
 
 def _cast(value: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from ..ir.graph import COUNT, Program, Role, info
+from torch import fx
+
+from ..ir.graph import COUNT, B, Block, Program, Role, info
 from ..plan import Plan
+from .body import sizes_in
 from .constants import constants
 from .emission import Emission, Predicted
 from .header import docstring
@@ -47,8 +50,9 @@ def _count_function(e: Emission) -> list[str]:
     if COUNT not in e.program.blocks:
         return []
     block = e.program.blocks[COUNT]
-    inputs = [info(n).ref for n in block.placeholders(Role.INPUT)]
-    names = {n: argument_name(info(n).ref) for n in block.placeholders(Role.INPUT)}
+    placeholders = _inputs_of_count(e, block)
+    inputs = [info(n).ref for n in placeholders]
+    names = {n: argument_name(info(n).ref) for n in placeholders}
     counts = {n: f"count_{i}" if i > 1 else "count" for i, n in enumerate(block.results, 1)}
     body = e.body(block, names, called=counts)
     given, own = ", ".join(inputs), ", ".join(names.values())
@@ -59,3 +63,13 @@ def _count_function(e: Emission) -> list[str]:
     if given != own:  # an input called `F` would hide the module of that name
         lines += [f"    return _counted({given})", "", "", f"def _counted({own}):"]
     return ["\n".join([*lines, *(f"    {line}" for line in body.returned())])]
+
+
+def _inputs_of_count(e: Emission, block: Block) -> list[fx.Node]:
+    """The inputs that the counts read, and those that tell the sizes and device of targets that forward makes."""
+    found = block.placeholders(Role.INPUT)
+    others = [node for other in e.program.blocks.values() for node in other.placeholders(Role.INPUT)]
+    for size in sorted(sizes_in(block.ops) or {B}, key=str):
+        if not any(size in info(node).shape for node in found):
+            found += [node for node in others if size in info(node).shape][:1]
+    return found

@@ -125,11 +125,16 @@ class _Search:
         return [Strategy((), p) for p in placements]
 
     def _is_hidden(self, facts: NodeInfo) -> bool:
-        """Whether the layout says how a value between layers lies; on cp that is for values with a sequence."""
-        hidden = self.layout.hidden
-        if hidden is None or not any(B in n.free_symbols for n in facts.shape):
+        """Whether the layout says how a value between layers lies: a shard of the sequence is of values that have one.
+
+        Those of rank 3 are taken to have one on tp (images in patches); scores [b] and features [b, d] have none.
+        """
+        hidden, shape = self.layout.hidden, facts.shape
+        if hidden is None or not any(B in n.free_symbols for n in shape):
             return False
-        return not self.axis.context or len(facts.shape) > hidden.dim and S in facts.shape[hidden.dim].free_symbols
+        if not self.axis.context and (not hidden.is_shard or len(shape) > 2):
+            return True
+        return len(shape) > hidden.dim and S in shape[hidden.dim].free_symbols
 
     def _is_residual(self, block: Block, node: fx.Node) -> bool:
         """A sum of two activations shaped like the values between layers, not a bias."""

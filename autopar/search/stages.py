@@ -173,7 +173,7 @@ class StageCosts:
             held_bytes = sum(map(mul, held, saved))
             found = self._cheapest(shapes, held, held_bytes, memory.transient_bytes, room, room_s)
             if found is not None:
-                yield tuple(found[at : at + classes] for at in range(0, len(shapes) * classes, classes))
+                yield tuple(found[at * classes : (at + 1) * classes] for at in range(len(shapes)))
 
     def _cheapest(
         self,

@@ -189,5 +189,8 @@ def _importable(function: Callable[..., Any]) -> str | None:
 
 def _read(folder: Path) -> Record:
     data = json.loads((folder / KEPT / _RECORD).read_text())
-    inputs = {name: Input(**{**own, "shape": tuple(own["shape"])}) for name, own in data["inputs"].items()}
+    inputs = {
+        name: Input(**{**own, "shape": tuple(own["shape"]), "values": tuple(own["values"])})
+        for name, own in data["inputs"].items()
+    }
     return Record(**{**data, "inputs": inputs})

@@ -21,11 +21,11 @@ _SIZE_DIM: dict[Any, int] = {aten.embedding.default: 0, aten.cross_entropy_loss.
 
 @dataclass(frozen=True)
 class Input:
-    """What an input may be. shape: sizes in terms of b and s. values: how many an id may take. ignored: a target."""
+    """What an input may be; sizes are in terms of b and s. values: an id is below each. ignored: a target."""
 
     shape: tuple[str, ...]
     dtype: str
-    values: int = 2
+    values: tuple[str, ...] = ("2",)
     ignored: int | None = None
 
 
@@ -36,7 +36,7 @@ def inputs_of(program: Program) -> dict[str, Input]:
         name: Input(
             tuple(str(size) for size in facts.shape),
             str(facts.dtype).removeprefix("torch."),
-            values.get(name, 2),
+            values.get(name, ("2",)),
             ignored.get(name),
         )
         for name, facts in program.inputs.items()
@@ -48,12 +48,13 @@ def random_batch(inputs: Mapping[str, Input], samples: int, sequence: int, seed:
     generator = torch.Generator().manual_seed(seed)
     batch: dict[str, Tensor] = {}
     for name, given in inputs.items():
-        shape = [int(sympy.sympify(size).subs({"b": samples, "s": sequence})) for size in given.shape]
+        shape = [_size(text, samples, sequence) for text in given.shape]
         dtype = getattr(torch, given.dtype)
         if dtype.is_floating_point:
             batch[name] = torch.randn(shape, generator=generator, dtype=torch.float64)
             continue
-        batch[name] = torch.randint(0, given.values, shape, generator=generator).to(dtype)
+        values = min(_size(text, samples, sequence) for text in given.values)
+        batch[name] = torch.randint(0, values, shape, generator=generator).to(dtype)
         if given.ignored is not None:
             batch[name][torch.rand(shape, generator=generator) < 0.2] = given.ignored
             if samples > 1:
@@ -61,18 +62,23 @@ def random_batch(inputs: Mapping[str, Input], samples: int, sequence: int, seed:
     return batch
 
 
-def _ranges(program: Program) -> tuple[dict[str, int], dict[str, int]]:
-    """How many values an input that is ids or targets may take; which is ignored, of those that are targets only."""
-    sizes: dict[str, int] = {}
+def _size(text: str, samples: int, sequence: int) -> int:
+    return int(sympy.sympify(text).subs({"b": samples, "s": sequence}))
+
+
+def _ranges(program: Program) -> tuple[dict[str, tuple[str, ...]], dict[str, int]]:
+    """The sizes that an input of ids or targets is below; which is ignored, of those that are targets only."""
+    sizes: dict[str, tuple[str, ...]] = {}
     ignored: dict[str, int] = {}
     ids: set[str] = set()
     for _, node in (found for found in program.each_op() if found[1].target in _SIZE_DIM):
         whole, index = arguments(node)[:2]
-        name, size = input_name(index), int(info(whole).shape[_SIZE_DIM[node.target]])
-        sizes[name] = min(size, sizes.get(name, size))
+        if not (name := input_name(index)):
+            continue  # targets that forward makes, such as the places of the samples
+        size = str(info(whole).shape[_SIZE_DIM[node.target]])
+        sizes[name] = tuple(dict.fromkeys((*sizes.get(name, ()), size)))
         if node.target is aten.embedding.default:
             ids.add(name)
         else:
             ignored[name] = arguments(node)[4] if len(node.args) > 4 else _IGNORED
-    sizes.pop("", None)
     return sizes, {name: value for name, value in ignored.items() if name not in ids}

@@ -314,7 +314,7 @@ def local_batch(trainer: Trainer, batch: Batch) -> Batch:
 
 def train_and_compare(
     source: str,
-    weights: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor] | Path,
     data: Sequence[Batch],
     reference: Reference,
     opaque: Mapping[str, OpaqueModule] | None = None,

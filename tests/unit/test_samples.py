@@ -51,9 +51,10 @@ def test_samples_of_a_padded_plan(read: Read, kind: torch.dtype) -> None:
     ids = torch.zeros(2, 16, dtype=torch.long)
     program = prepare(Tagger(read).double(), {"input_ids": ids, "attention_mask": ids.to(kind), "labels": ids}, "fp64")
     inputs, padding = inputs_of(program), padding_of(program, TOKENS, SEQUENCE)
-    assert inputs["labels"] == Input(("b", "s"), "int64", WORDS, -100) and inputs["input_ids"].values == WORDS
-    mask = inputs.get("attention_mask", Input(("b", "s"), str(kind).removeprefix("torch."), 2))
-    assert mask.ignored is None and mask.values == 2
+    assert inputs["labels"] == Input(("b", "s"), "int64", (str(WORDS),), -100)
+    assert inputs["input_ids"].values == (str(WORDS),)
+    mask = inputs.get("attention_mask", Input(("b", "s"), str(kind).removeprefix("torch.")))
+    assert mask.ignored is None and mask.values == ("2",)
     batch = random_batch(inputs, 4, TOKENS, 0)
     rows = tuple((p.input, p.dim, p.value) for p in padding)
     longer = padded(batch, make_settings(sequence=SEQUENCE, padded_from=TOKENS, padding=rows))

@@ -242,8 +242,8 @@ def test_samples_are_in_range() -> None:
     """Of ids by the table that reads them, of targets by the classes; ids are never ignored."""
     inputs = inputs_of(prepare(Tagger(), OPTIONS["inputs"], "fp64"))
     assert inputs == {
-        "input_ids": Input(("b", "s"), "int64", VOCABULARY),
-        "labels": Input(("b", "s"), "int64", CLASSES, -100),
+        "input_ids": Input(("b", "s"), "int64", (str(VOCABULARY),)),
+        "labels": Input(("b", "s"), "int64", (str(CLASSES),), -100),
     }
     batch = random_batch(inputs, 4, SEQUENCE, 0)
     assert {name: list(t.shape) for name, t in batch.items()} == dict.fromkeys(("input_ids", "labels"), [4, SEQUENCE])

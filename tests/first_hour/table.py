@@ -1,0 +1,13 @@
+"""The models of the first hour, by kind."""
+
+from __future__ import annotations
+
+from . import in_batch, named_loss, no_layers, scores
+from .case import Case
+
+CASES: tuple[Case, ...] = (
+    *no_layers.CASES,
+    *scores.CASES,
+    *in_batch.CASES,
+    *named_loss.CASES,
+)
