@@ -94,7 +94,7 @@ def parallelize(
         padding_of(program, job.padded_from, job.sequence)
     warn_unknown(program, {B: 1, S: job.sequence})
     layouts = [layout for layout in LAYOUTS if sequence_parallel is None or layout.name == _named(sequence_parallel)]
-    cps, tps = cp_sizes(job, chosen), [tp for tp in tp_sizes(job, chosen) if f"tp={tp}" not in illegal]
+    cps, tps = cp_sizes(program, job, chosen), [tp for tp in tp_sizes(job, chosen) if f"tp={tp}" not in illegal]
     over_cp = f", cp = {', '.join(map(str, cps))}" if cps != [1] else ""
     with progress(f"solving the placements for tp = {', '.join(map(str, tps))}{over_cp}"):
         solutions, unsolved = solve_layouts(program, job, cps, tps, layouts, chosen)

@@ -59,6 +59,9 @@ def compile_program(program: Program, plan: Plan) -> Program:
     """Run CONTEXT and PASSES in order, type-checking after each. With AUTOPAR_DUMP=dir each result is written there."""
     if coupling := data_types(program).coupling:
         coupling.check(plan)
+    if fixed := program.fixed_length:
+        fixed.check(f"sequence={plan.sequence}", plan.sequence)
+        fixed.check_uncut(f"cp={plan.mesh.cp}", plan.mesh.cp)
     if plan.padded_from is not None:
         program = replace(program, padding=padding_of(program, plan.padded_from, plan.sequence))
     program = cut_sequence(program, plan)

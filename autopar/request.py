@@ -111,9 +111,9 @@ def _sequence(model: nn.Module, inputs: Mapping[str, Any] | None, sequence: int 
     """The length asked, else of the inputs, else the longest the config allows up to 8,192; 1 without tokens."""
     if sequence is not None:
         return sequence
-    shapes = [v.shape for v in (inputs or {}).values() if isinstance(v, torch.Tensor) and v.dim() == 2]
-    if shapes:
-        return int(max(shape[1] for shape in shapes))
+    rows = [v for v in (inputs or {}).values() if isinstance(v, torch.Tensor) and v.dim() == 2]
+    if rows:  # those of integers have tokens, as the trace takes them
+        return int(max(v.shape[1] for v in [v for v in rows if not v.is_floating_point()] or rows))
     if inputs is not None:
         return 1  # no sequence: images, features
     longest = longest_sequence(model) if is_huggingface(model) else _LONGEST_DEFAULT

@@ -45,8 +45,11 @@ def tp_sizes(job: Job, pins: Pins) -> list[int]:
     return [t for t in divisors(job.cluster.gpus) if t <= job.cluster.hardware.gpus_per_node]
 
 
-def cp_sizes(job: Job, pins: Pins) -> list[int]:
+def cp_sizes(program: Program, job: Job, pins: Pins) -> list[int]:
     """cp sizes worth a look: for long sequences, or fewer samples than GPUs, unless pinned."""
+    if fixed := program.fixed_length:
+        fixed.check_uncut(f"attention={pins.attention!r}" if pins.attention else f"cp={pins.cp}", _asked_cp(pins))
+        return [1]
     if pins.cp is not None:
         return [pins.cp]
     sizes = [c for c in divisors(job.cluster.gpus) if job.sequence % c == 0]
@@ -63,11 +66,18 @@ def cp_sizes(job: Job, pins: Pins) -> list[int]:
     return [c for c in sizes if c == 1 or wanted and job.sequence // c >= _SHORTEST_PART]
 
 
+def _asked_cp(pins: Pins) -> int:
+    """At least how many ranks of cp the pins ask for."""
+    return max(pins.cp or 1, 2 if pins.attention is not None else 1)
+
+
 def illegal_sizes(program: Program, job: Job, pins: Pins) -> dict[str, str]:
     """Why some tp sizes cannot be; PlanError where the pinned one cannot, or the sequence is too long."""
     values = {B: 1, S: job.sequence}
     low, high = program.sequence_range
     tokens, asked = job.padded_from or job.sequence, asked_length(job.sequence, job.padded_from)
+    if program.fixed_length:
+        program.fixed_length.check(asked, job.sequence)
     if tokens < low or job.sequence > high:
         raise PlanError(f"{asked}: the model's forward allows {low} to {high} (a branch on the length)")
     if (rows := position_rows(program)) is not None and rows < job.sequence:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.export import Dim
 
 from ..errors import TraceError
 from ..ir.graph import Program
+from ..ir.lengths import FixedLength
 from . import repeats
 from .importer import Importer
 from .literals import Literals
@@ -62,8 +64,26 @@ def trace(
         raise repeats.NotRepeatedError("no list of equal layers")
     example, dims = _example(inputs, dtype)
     opaque = Opaque(model, shadow, dtype)
-    exported = opaque.export(lambda: _export(shadow, example, dims))
-    return opaque.complete(Importer(model, exported, example, dims, dtype, batch_norm).program())
+    fixed = None
+    try:
+        exported = opaque.export(lambda: _export(shadow, example, dims))
+    except OneLengthError as error:
+        fixed, dims = error.fixed, _without_sequence(dims)
+        exported = opaque.export(lambda: _export(shadow, example, dims))
+    program = opaque.complete(Importer(model, exported, example, dims, dtype, batch_norm).program())
+    return program if fixed is None else replace(program, fixed_length=fixed, sequence_range=(fixed.tokens,) * 2)
+
+
+class OneLengthError(TraceError):
+    """The model runs at the example's length alone: to be traced with sizes in place of `s`."""
+
+    def __init__(self, fixed: FixedLength) -> None:
+        super().__init__(str(fixed))
+        self.fixed = fixed
+
+
+def _without_sequence(dims: dict[str, dict[int, str]]) -> dict[str, dict[int, str]]:
+    return {name: {d: kind for d, kind in of.items() if kind != "s"} for name, of in dims.items()}
 
 
 def _meta_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -120,6 +140,9 @@ def _export(model: nn.Module, example: dict[str, Any], dims: dict[str, dict[int,
             fix = re.search(r"s = Dim\('s'(?:, min=(\d+))?(?:, max=(\d+))?\)", str(error))
             if fix:
                 low, high = int(fix[1] or low), int(fix[2] or high)
+            elif alone := re.search(r"^ *s = (\d+)$", str(error), re.MULTILINE):
+                _refuse_other_lengths(int(alone[1]), lambda length: _at_length(model, example, dims, length), model)
+                raise TraceError(_explain(error, model)) from error
             elif "satisfy the generated guard" in str(error) and not deferred:
                 deferred = True  # torch's own guards, which hold for all sizes but which it cannot prove
             else:
@@ -135,12 +158,23 @@ def _at_length(
     model: nn.Module, example: dict[str, Any], dims: dict[str, dict[int, str]], length: int
 ) -> torch.export.ExportedProgram:
     """The export for one sequence length."""
-    batch = {name: {d: kind for d, kind in of.items() if kind == "b"} for name, of in dims.items()}
     resized = dict(example)
     for name, of in dims.items():
         shape = [length if of.get(d) == "s" else n for d, n in enumerate(example[name].shape)]
         resized[name] = torch.empty(shape, dtype=example[name].dtype, device="meta")
-    return _export(model, resized, batch)
+    return _export(model, resized, _without_sequence(dims))
+
+
+def _refuse_other_lengths(tokens: int, at_length: Callable[[int], Any], model: nn.Module) -> None:
+    """OneLengthError where forward fails at every other length that is tried, with the place of the first failure."""
+    place = ""
+    for length in (2 * tokens, 4 * tokens, tokens // 2, tokens - 1):
+        try:
+            at_length(max(length, 1))
+            return
+        except TraceError as error:
+            place = place or place_of_error(error.__cause__ or error, model)
+    raise OneLengthError(FixedLength(tokens, place.rstrip()))
 
 
 def _explain(error: Exception, model: nn.Module) -> str:

@@ -67,8 +67,8 @@ def test_an_unknown_layout_is_refused() -> None:
 
 
 def test_cp_is_looked_at_for_long_sequences_or_few_samples() -> None:
-    job = replace(planned().job, sequence=1024)
-    assert cp_sizes(job, Pins()) == [1]
-    assert cp_sizes(replace(job, sequence=32_768), Pins()) == [1, 2]
-    assert cp_sizes(replace(job, sequence=4096, global_batch=1), Pins()) == [1, 2]
-    assert cp_sizes(job, Pins(cp=2)) == [2] and cp_sizes(job, Pins(attention="ring")) == [2]
+    program, job = planned().program, replace(planned().job, sequence=1024)
+    assert cp_sizes(program, job, Pins()) == [1]
+    assert cp_sizes(program, replace(job, sequence=32_768), Pins()) == [1, 2]
+    assert cp_sizes(program, replace(job, sequence=4096, global_batch=1), Pins()) == [1, 2]
+    assert cp_sizes(program, job, Pins(cp=2)) == [2] and cp_sizes(program, job, Pins(attention="ring")) == [2]

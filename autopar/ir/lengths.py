@@ -1,0 +1,31 @@
+"""What a model's forward says of the length of its sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import PlanError
+
+
+@dataclass(frozen=True)
+class FixedLength:
+    """The one length that a model takes, which its shapes have in place of `s`.
+
+    place: where forward fails at others, " at file.py:12" and the lines around it.
+    """
+
+    tokens: int
+    place: str
+
+    def __str__(self) -> str:
+        return f"the model takes sequences of {self.tokens} alone{self.place}"
+
+    def check(self, asked: str, sequence: int) -> None:
+        """PlanError where other sequences are asked for, as `asked` says."""
+        if sequence != self.tokens:
+            raise PlanError(f"{asked}: use {self.tokens}, for {self}")
+
+    def check_uncut(self, asked: str, cp: int) -> None:
+        """PlanError for cp > 1, which gives each rank a part of the sequence."""
+        if cp > 1:
+            raise PlanError(f"{asked} would cut the sequence: use cp=1, for {self}")
