@@ -172,6 +172,13 @@ def local_part(x: Tensor | None) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
+def full(x: Tensor) -> Tensor:
+    """The whole of a sharded tensor, on every rank that holds a part; all of them must call."""
+    if isinstance(x, DTensor):
+        x = x.detach().to(x.device_mesh.device_type)  # offloaded parts are on the host
+    return x.full_tensor() if isinstance(x, DTensor) else x.detach()
+
+
 def all_reduce_buckets(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Sum tensors in place over a group: small ones together, large ones as they are."""
     for bucket in _buckets(tensors):

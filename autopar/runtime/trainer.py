@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from . import checkpoint
 from .compiled import compile_layers
 from .copies import by_name, copied_names, with_copies
-from .data_parallel import distribute, local_part
+from .data_parallel import distribute, full, local_part
 from .mesh import init_mesh
 from .norm import kept_buffers, update_statistics
 from .opaque import LeftOut
@@ -74,7 +74,7 @@ class Trainer:
         self.models: list[nn.Module] = [program.Model(stage).train() for stage in self.mesh.stages]
         copies = copied_names(self.models, dict(program.TIED))
         self.names = Names({**dict(program.TIED), **copies}, getattr(program, "PARTS", {}))
-        values = checkpoint.resumed_values(saved, self.names, folder) if saved else read_weights(weights, folder, seed)
+        values = checkpoint.resumed_values(saved, folder) if saved else read_weights(weights, folder, seed)
         value = self.names.value(values)
         groups, ends = getattr(program, "GROUPS", ()), getattr(program, "ENDS", {})
         self.data_parallel = [distribute(m, program.LAYERS, value, self.mesh, groups, ends) for m in self.models]
@@ -83,6 +83,7 @@ class Trainer:
         unused = self._unused(getattr(program, "UNUSED", ()), value)
         self.parameters = by_name([*self.models, unused])
         self.buffers = {name: b for part in (*self.models, unused) for name, b in kept_buffers(part).items()}
+        self._spread = self._spread_parts()
         self.tied = Tied((*program.TIED, *copies.items()), self.parameters, self.mesh)
         optional = getattr(program, "OPTIONAL", ())
         self.left_out = LeftOut(optional, self.names.original, self.models, self.parameters)
@@ -145,15 +146,12 @@ class Trainer:
     def gradients(self) -> dict[str, Tensor]:
         """The whole gradients of this stage's parameters after a step, clipped if asked, by original name.
 
-        Every rank of the stage calls. Tensors come from this rank's own copy: compare them on every rank.
+        Every rank calls. Tensors come from this rank's own copy: compare them on every rank.
         """
         return self._whole({name: p.grad for name, p in self.parameters.items() if p.grad is not None})
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The whole parameters and persistent buffers of this stage, by original name.
-
-        Every rank of the stage calls.
-        """
+        """The whole parameters and persistent buffers of this stage, by original name. Every rank calls."""
         return self._whole({**self.parameters, **self.buffers})
 
     def save(self, folder: Path) -> None:
@@ -161,7 +159,24 @@ class Trainer:
         checkpoint.save(folder, self.parameters, self.optimizer, self.names, self.steps, self.buffers, self.loss_scale)
 
     def _whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return self.names.join({self.names.original(name): checkpoint.full(t) for name, t in tensors.items()})
+        whole = {self.names.original(name): full(t) for name, t in tensors.items()}
+        if self._spread:
+            pp = self.mesh.group("pp")
+            stages: list[Any] = [None] * self.mesh.size("pp")
+            dist.all_gather_object(stages, {n: t.cpu() for n, t in whole.items() if n in self._spread}, group=pp)
+            others = {name: t for stage in stages for name, t in stage.items() if self._spread[name]}
+            whole |= {name: t.to(self.mesh.device) for name, t in others.items() if name not in whole}
+        return self.names.join(whole)
+
+    def _spread_parts(self) -> dict[str, bool]:
+        """Parts of parameters of which several stages have some → whether this stage has some of the same parameter."""
+        if not self.names.parts or self.mesh.size("pp") == 1:
+            return {}
+        own = {self.names.whole(name) for name in self.parameters}
+        stages: list[set[str]] = [set()] * self.mesh.size("pp")
+        dist.all_gather_object(stages, own, group=self.mesh.group("pp"))
+        spread = {name for name in self.names.wholes if sum(name in stage for stage in stages) > 1}
+        return {part: fused in own for part, (fused, *_) in self.names.parts.items() if fused in spread}
 
     def _unused(self, rows: Sequence[tuple[Any, ...]], value: Value) -> nn.Module:
         """Parameters and buffers that the loss never reads: the first stage keeps them, to be saved."""

@@ -6,12 +6,14 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from .parameters import Value
+from .pieces import Piece, piece_of
 
 WEIGHTS = "weights.pt"
 RANDOM_OPS = ("normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "random_")
@@ -33,6 +35,27 @@ class Names:
         """The name under which a tied parameter is kept."""
         return self.tied.get(name, name)
 
+    @cached_property
+    def wholes(self) -> Mapping[str, int]:
+        """The size of each parameter that has parts, on the dim that they cut."""
+        wholes: dict[str, int] = {}
+        for fused, _, start, length in self.parts.values():
+            wholes[fused] = max(wholes.get(fused, 0), start + length)
+        return wholes
+
+    def whole(self, name: str) -> str:
+        """The name in the original model: of the parameter itself, or of the one that it is a part of."""
+        name = self.original(name)
+        return self.parts[name][0] if name in self.parts else name
+
+    def piece(self, name: str, x: Tensor) -> Piece:
+        """This rank's block of a parameter, or of a state laid out as it is, inside the original's tensor."""
+        part = self.parts.get(self.original(name))
+        if part is None or x.dim() == 0:  # a counter of the optimizer's is that of the whole
+            return piece_of(x)
+        fused, dim, start, _ = part
+        return piece_of(x).inside(dim, start, self.wholes[fused])
+
     def value(self, values: Value) -> Value:
         """Values by the program's names, from values by the original model's."""
 
@@ -41,18 +64,21 @@ class Names:
             if name not in self.parts:
                 return values(name, shape)
             fused, dim, start, length = self.parts[name]
-            whole = list(shape)
-            whole[dim] = max(s + n for f, _, s, n in self.parts.values() if f == fused)
+            whole = [*shape[:dim], self.wholes[fused], *shape[dim + 1 :]]
             return values(fused, torch.Size(whole)).narrow(dim, start, length)
 
         return read
 
     def join(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Whole tensors by the original model's names, from those by the program's."""
-        joined = {name: t for name, t in tensors.items() if name not in self.parts}
-        for name in sorted((n for n in tensors if n in self.parts), key=lambda n: self.parts[n][2]):
-            fused, dim, start, _ = self.parts[name]
-            joined[fused] = torch.cat([joined[fused], tensors[name]], dim) if start else tensors[name]
+        """Whole tensors by the original model's names, from those by the program's; a part that is missing is zero."""
+        joined: dict[str, Tensor] = {}
+        for name, x in tensors.items():
+            if name not in self.parts:
+                joined[name] = x
+                continue
+            fused, dim, start, length = self.parts[name]
+            whole = [*x.shape[:dim], self.wholes[fused], *x.shape[dim + 1 :]]
+            joined.setdefault(fused, x.new_zeros(whole)).narrow(dim, start, length).copy_(x)
         return joined
 
 

@@ -50,8 +50,9 @@ def test_files_stay_short(folder: str, cap: int) -> None:
 
 
 def test_the_runtime_stays_small() -> None:
+    """3,700 since checkpoints are whole or refused: pieces, manifests, signals and readers of their own pickles."""
     total = sum(_lines(path) for path in _sources("autopar/runtime"))
-    assert total < 3200, f"autopar/runtime has {total} lines"
+    assert total < 3700, f"autopar/runtime has {total} lines"
 
 
 def test_each_private_module_of_torch_is_imported_in_one_place() -> None:
