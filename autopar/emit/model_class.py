@@ -143,6 +143,8 @@ def _purpose(e: Emission, block: Block) -> str:
             EPILOGUE: "What runs after the last layer: this micro-batch's share of the mean loss.",
         }[block.name]
     calls = e.program.layer_calls
+    if len(calls) == 1:
+        return "What runs before the head."
     place = calls.index(e.program.call_of(block.name))
     before, after = (parent(c[0]) if c else "" for c in (calls[place - 1 : place], calls[place + 1 : place + 2]))
     if before and before == after:

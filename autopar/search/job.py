@@ -16,6 +16,7 @@ from .layouts import position_rows, why_not
 from .pins import Pins
 from .search import SearchResult, search
 from .sizes import divisors
+from .space import NO_STAGES
 
 _WORTH_CUTTING = 16_384  # tokens of a sequence, from which on cp is looked at unasked
 _SHORTEST_PART = 1_024  # tokens of a rank of cp, unasked
@@ -28,6 +29,8 @@ def search_job(
     if not models:
         reasons = "; ".join(f"{size} ({why})" for size, why in illegal.items())
         raise PlanError(f"no placements for {str(pins) or 'any size'}: {reasons}")
+    if all(program.is_between(call.block) for call in program.layer_calls):
+        illegal = {**illegal, NO_STAGES: "the model has no list of layers, the items of a ModuleList or Sequential"}
     if any(read_elsewhere(program)):
         forbidden = {"zero": [3], "pp": range(2, job.cluster.gpus + 1)}
         pins = replace(pins, forbid={k: {*pins.forbid.get(k, ()), *v} for k, v in {**pins.forbid, **forbidden}.items()})

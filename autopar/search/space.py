@@ -17,6 +17,8 @@ from .pins import Pins, Request
 from .schedules import recomputes, schedule_reasons, schedules
 from .sizes import divisors, listed
 
+NO_STAGES = "pp > 1"  # what is illegal where a model has nothing to spread over stages
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -61,7 +63,7 @@ def enumerate_space(
         pinned = f" with {request.pins}" if str(request.pins) else ""
         why = "; ".join(reasons) or "the pins contradict each other"
         raise PlanError(
-            f"no legal plan for {cluster.gpus} GPUs, {layers} layers and global_batch="
+            f"no legal plan for {cluster.gpus} GPUs, {layers} layer{'s' * (layers > 1)} and global_batch="
             f"{request.global_batch}{pinned}: {why}. Free a pin, or change gpus or global_batch"
             f"{f'. {request.coupling.detail}' if request.coupling else ''}"
         )
@@ -144,8 +146,8 @@ def _reasons(
     if pins.tp is not None and pins.tp not in tps and f"tp={pins.tp}" not in illegal:
         reasons.append(f"tp={pins.tp} (no solution; there are {listed(tps)})")
     for size in divisors(cluster.gpus):
-        if size > layers and pins.allows("pp", size):
-            reasons.append(f"pp={size} ({layers} layers)")
+        if size > layers and pins.allows("pp", size) and NO_STAGES not in illegal:
+            reasons.append(f"pp={size} ({layers} layer{'s' * (layers > 1)})")
         if batch % size and pins.allows("dp", size):
             reasons.append(f"dp={size} (global batch {batch})")
     if pins.hsdp:

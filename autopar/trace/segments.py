@@ -2,6 +2,7 @@
 
 Ops between two layers join the layer before where the same follow every layer of a list and read no parameter;
 others are a run of their own, "between". What follows the last layer of a list joins it where it is the same again.
+Without a list of layers a model is one run "between" and the epilogue.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def segments(block: Block, lists: LayerLists) -> list[Segment]:
     paths = [lists.layer(info(node).module) for node in ops]
     inside = [i for i, path in enumerate(paths) if path is not None]
     if not inside:
-        return [Segment(PROLOGUE), Segment(EPILOGUE, list(ops))]
+        return _without_lists(ops)
     free = _free_of_parameters(block)
     tables, prologue = Segment(TABLES), Segment(PROLOGUE)
     for node in ops[: inside[0]]:
@@ -45,6 +46,19 @@ def segments(block: Block, lists: LayerLists) -> list[Segment]:
     epilogue = Segment(EPILOGUE, gaps[-1])
     middle = [s for layer, gap in zip(layers, [*gaps[:-1], []], strict=True) for s in (layer, Segment(BETWEEN, gap))]
     return [tables, prologue, *middle, epilogue]
+
+
+def _without_lists(ops: list[fx.Node]) -> list[Segment]:
+    """A model without a list of layers: all before its last module is one run, which can be recomputed as a layer is.
+
+    Head and loss stay together in the epilogue, where the loss can be computed in slices.
+    """
+    modules = [info(node).module for node in ops]
+    last = max((i for i, module in enumerate(modules) if module), default=0)
+    head = next((i + 1 for i in range(last - 1, -1, -1) if modules[i] != modules[last]), 0)
+    if not _reads_parameters(ops[:head]):
+        head = 0
+    return [Segment(PROLOGUE), Segment(BETWEEN, ops[:head]), Segment(EPILOGUE, ops[head:])]
 
 
 def _layers_and_gaps(
