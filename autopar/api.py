@@ -135,6 +135,7 @@ class Parallelized:
         sizes = (sympy.Mul(*t.shape) for name, t in self.program.parameters.items() if name not in tied)
         table = plan_table(self.result, self.job.name, int(sum(sizes)))
         notes = [f"opaque: {note}" for note in self._opaque] + unread_note(self.program)
+        notes += [f"checks: left out at {where}, for all it could do is raise" for where in self.program.checks]
         notes += [f"default: {note}" for note in self.job.notes]
         return table + "".join(f"\n {note}" for note in notes)
 

@@ -31,7 +31,7 @@ def opaque_shares(program: Program, values: Mapping[sympy.Symbol, int]) -> dict[
 def opaque_note(program: Program, values: Mapping[sympy.Symbol, int], classes: Mapping[str, str]) -> list[str]:
     """A line for each opaque module, for the plan table. `classes`: module path → class name."""
     return [
-        f"{name} ({classes[program.opaque[name].path]}) cannot be traced and is kept whole on every GPU of tp: "
-        f"{share:.1%} of FLOPs"
+        f"{name} ({classes.get(program.opaque[name].path, 'an autograd.Function')}) cannot be traced and is kept whole "
+        f"on every GPU of tp: {share:.1%} of FLOPs"
         for name, share in opaque_shares(program, values).items()
     ]

@@ -5,14 +5,15 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from ..errors import PlanError
 from ..ir.graph import Role, info
 from ..placement import REPLICATE
-from ..runtime.opaque import FILE, OpaqueModule
+from ..runtime.opaque import FILE, Applied, OpaqueModule
 from .op import Op
 from .text import Text
 
@@ -47,13 +48,22 @@ def save_opaque(folder: Path, modules: Mapping[str, OpaqueModule]) -> None:
     if not modules:
         return
     for name, opaque in modules.items():
-        for module in opaque.module.modules():
-            if (kind := type(module)).__module__ == "__main__":
+        for kind in _classes(opaque.module):
+            if kind.__module__ == "__main__":
                 raise PlanError(f"{name} is kept whole, and its class {kind.__name__} is in a script: {_IMPORTABLE}")
     try:
-        torch.save({name: (opaque.module, opaque.inputs) for name, opaque in modules.items()}, folder / FILE)
+        torch.save({name: (_kept(opaque.module), opaque.inputs) for name, opaque in modules.items()}, folder / FILE)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise PlanError(f"{', '.join(modules)}, kept whole, cannot be saved ({error}): {_IMPORTABLE}") from error
+
+
+def _kept(module: nn.Module) -> Any:
+    """What is saved of a module: of a Function its class, for `Applied` is another class in the saved runtime."""
+    return module.function if isinstance(module, Applied) else module
+
+
+def _classes(module: nn.Module) -> list[type]:
+    return [module.function] if isinstance(module, Applied) else [type(part) for part in module.modules()]
 
 
 _IMPORTABLE = "define it at the top of a module that the program can import"

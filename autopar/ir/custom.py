@@ -91,12 +91,13 @@ LINEAR_CROSS_ENTROPY = torch.ops.autopar_losses.linear_cross_entropy.default
 class OpaqueCall:
     """path: of the module, or of one that is the same. inputs: its args and kwargs, any tensor where one is given.
 
-    reason: why it cannot be traced, with the user's lines.
+    reason: why it cannot be traced, with the user's lines. function: of a custom torch.autograd.Function, its class.
     """
 
     path: str
     inputs: tuple[tuple[Any, ...], dict[str, Any]]
     reason: str = ""
+    function: Any = None
 
 
 # The shapes of an opaque module's results, by the name of the module; known before it is traced.

@@ -252,6 +252,7 @@ class Program:
     mutated: tuple[str, ...] = ()
     persistent: dict[str, TensorInfo] = field(default_factory=dict)
     opaque: dict[str, OpaqueCall] = field(default_factory=dict)
+    checks: tuple[str, ...] = ()
     zigzag: bool = False
     padding: tuple[Padding, ...] = ()
 

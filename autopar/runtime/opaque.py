@@ -47,6 +47,22 @@ class OpaqueModule:
         return found[0] if len(found) == 1 else tuple(found)
 
 
+class Applied(nn.Module):
+    """A custom torch.autograd.Function as a module without parameters."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function.apply(*args, **kwargs)
+
+
+def _module(kept: Any) -> nn.Module:
+    """A module, or the class of a Function, as it was saved."""
+    return kept if isinstance(kept, nn.Module) else Applied(kept)
+
+
 def _named(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Parameters and buffers, tied ones under each name."""
     return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
@@ -67,7 +83,7 @@ class OpaqueModules:
             raise ImportError(
                 f"{self._file} needs the classes of the original model ({error}): put their source on PYTHONPATH"
             ) from error
-        return {name: OpaqueModule(module, inputs) for name, (module, inputs) in saved.items()}
+        return {name: OpaqueModule(_module(kept), inputs) for name, (kept, inputs) in saved.items()}
 
     def __getitem__(self, name: str) -> OpaqueModule:
         return self.modules[name]

@@ -9,6 +9,7 @@ import copy
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,20 +24,12 @@ from .importer import Importer
 from .literals import Literals
 from .loss_shapes import LossShapes
 from .opaque import Opaque
+from .refusals import explain, refuse_size
 from .signature import check_inputs
 from .sizes import check_sizes
 from .source import place_of_error
 
 _MAX_SEQUENCE = 1 << 20
-_BRANCH = "a branch on tensor values cannot be traced: use torch.where there"
-_WAYS_OUT = (  # (what torch says, what to do), the first that is found
-    ("unbacked", "a shape that depends on values cannot be traced: keep the shape and mask (torch.where, x * mask)"),
-    ("data-dependent", _BRANCH),
-    ("DataDependent", _BRANCH),
-    ("specializ", "the model fixes its batch or sequence size there: derive it from the input's shape"),
-    ("Constraints violated", "the model fixes its batch or sequence size there: derive it from the input's shape"),
-    ("not on the expected device", "tensors that forward makes must be on its input's device: device=x.device"),
-)
 
 
 def trace(
@@ -127,12 +120,9 @@ def _export(model: nn.Module, example: dict[str, Any], dims: dict[str, dict[int,
         shapes = {
             name: {d: symbols[kind] for d, kind in dims[name].items()} if name in dims else None for name in example
         }
+        export = partial(_attempt, model, example, shapes, deferred)
         try:
-            with Literals(), LossShapes():
-                exported = torch.export.export(
-                    model, (), example, strict=False, dynamic_shapes=shapes,
-                    prefer_deferred_runtime_asserts_over_guards=deferred,
-                )  # fmt: skip
+            exported = export()
             if deferred:
                 check_sizes(exported, dims, lambda length: _at_length(model, example, dims, length))
             return exported
@@ -142,16 +132,28 @@ def _export(model: nn.Module, example: dict[str, Any], dims: dict[str, dict[int,
                 low, high = int(fix[1] or low), int(fix[2] or high)
             elif alone := re.search(r"^ *s = (\d+)$", str(error), re.MULTILINE):
                 _refuse_other_lengths(int(alone[1]), lambda length: _at_length(model, example, dims, length), model)
-                raise TraceError(_explain(error, model)) from error
+                raise refuse_size(model, dims, export) from error
             elif "satisfy the generated guard" in str(error) and not deferred:
                 deferred = True  # torch's own guards, which hold for all sizes but which it cannot prove
             else:
-                raise TraceError(_explain(error, model)) from error
+                if "onstraints violated" in str(error) or "pecializ" in str(error):
+                    raise refuse_size(model, dims, export) from error
+                raise TraceError(explain(error, model)) from error
         except (repeats.NotRepeatedError, TraceError):
             raise
         except Exception as error:  # noqa: BLE001 - whatever the user's forward raised, told with its place
-            raise TraceError(_explain(error, model)) from error
+            raise TraceError(explain(error, model)) from error
     raise TraceError(f"no range of sequence lengths could be found for the model (last tried {low}…{high})")
+
+
+def _attempt(
+    model: nn.Module, example: dict[str, Any], shapes: dict[str, Any], deferred: bool
+) -> torch.export.ExportedProgram:
+    with Literals(), LossShapes():
+        return torch.export.export(
+            model, (), example, strict=False, dynamic_shapes=shapes,
+            prefer_deferred_runtime_asserts_over_guards=deferred,
+        )  # fmt: skip
 
 
 def _at_length(
@@ -175,11 +177,3 @@ def _refuse_other_lengths(tokens: int, at_length: Callable[[int], Any], model: n
         except TraceError as error:
             place = place or place_of_error(error.__cause__ or error, model)
     raise OneLengthError(FixedLength(tokens, place.rstrip()))
-
-
-def _explain(error: Exception, model: nn.Module) -> str:
-    """One message with the user's own lines, and the way out."""
-    said = str(error)
-    text = said.strip().split("\n\n")[0]
-    hint = next((f": {way_out}" for symptom, way_out in _WAYS_OUT if symptom in f"{type(error).__name__} {said}"), "")
-    return f"tracing failed{place_of_error(error, model)}: {type(error).__name__}: {text}{hint}"

@@ -1,18 +1,16 @@
-"""What is on while a model is exported: no graphs on the terminal, and no custom autograd.Function traced silently."""
+"""What is on while a model is exported: no graphs on the terminal, and no custom autograd.Function is traced."""
 
 from __future__ import annotations
 
 import io
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
 import torch
 from torch import nn
-
-from ..errors import TraceError
 
 
 class _WithoutGraphs(io.TextIOBase):
@@ -44,24 +42,22 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
-def custom_functions_refused() -> Iterator[None]:
-    """Within: calling a custom autograd.Function is an error, for its backward would be lost."""
-    apply = torch.autograd.Function.__dict__["apply"]
+def custom_functions(apply: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
+    """Within: `apply(kind, args, kwargs)` stands for each call of a custom autograd.Function, whose backward a trace
+    would lose."""
+    original = torch.autograd.Function.__dict__["apply"]
 
-    def checked(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if not cls.__module__.startswith("torch."):
-            raise TraceError(
-                f"forward calls {cls.__name__}, a torch.autograd.Function, whose backward a trace does not have: call "
-                "it in a submodule of its own, which is then kept whole"
-            )
-        return apply.__func__(cls, *args, **kwargs)
+    def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__.startswith("torch."):
+            return original.__func__(cls, *args, **kwargs)
+        return apply(cls, args, kwargs)
 
     function: Any = torch.autograd.Function
-    function.apply = classmethod(checked)
+    function.apply = classmethod(applied)
     try:
         yield
     finally:
-        function.apply = apply
+        function.apply = original
 
 
 def refuse_recurrent(model: nn.Module) -> None:

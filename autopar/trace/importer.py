@@ -229,6 +229,7 @@ class Importer:
 
     def _write(self, node: fx.Node) -> None:
         """An in-place op as the new value of what it writes to."""
+        self.memory.check(node)
         before = set(self.graph.nodes)
         self.memory.write(node, written(self.graph, node, *self._operands(node), self._dtype))
         facts = self._facts(node)

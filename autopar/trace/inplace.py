@@ -96,14 +96,25 @@ class Memory:
         for tensor, now in changed.items():
             self._now[tensor], self._seen[tensor] = now, self._writes[owner]
 
+    def check(self, node: fx.Node) -> None:
+        """TraceError where an op changes what outlives the forward."""
+        schema = node.target._schema  # type: ignore[union-attr]
+        given = {argument.name: value for argument, value in zip(schema.arguments, node.args, strict=False)}
+        for argument in schema.arguments:
+            operand = (given | node.kwargs).get(argument.name)
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(operand, fx.Node):
+                self._owner_of(operand, node)
+
     def _owner_of(self, operand: fx.Node, node: fx.Node) -> fx.Node:
         owner = self._owner[operand]
         if owner in self._unknown:
             raise _refusal(node, "memory that other values share in a way that is not understood")
         if owner.op == "placeholder":
             facts = info(self._now[owner])
-            kinds = {Role.PARAMETER: "the parameter", Role.BUFFER: "the buffer", Role.INPUT: "the input"}
-            raise _refusal(node, f"{kinds[facts.role]} {facts.ref}, which outlives the forward")
+            if facts.role is Role.BUFFER:
+                raise _buffer_refusal(node, facts.ref)
+            kind = "parameter" if facts.role is Role.PARAMETER else "input"
+            raise _refusal(node, f"the {kind} {facts.ref}, which outlives the forward")
         return owner
 
     def _scatter(self, view: fx.Node, value: fx.Node, node: fx.Node) -> fx.Node:
@@ -231,6 +242,14 @@ def _part(graph: fx.Graph, base: fx.Node, dim: int, start: Any, end: Any, length
 
 def _plain(size: Any) -> Any:
     return int(size) if isinstance(size, sympy.Integer) else size
+
+
+def _buffer_refusal(node: fx.Node, buffer: str) -> TraceError:
+    return TraceError(
+        f"the in-place op {op_name(node)}{place(node)} changes the buffer {buffer}, which outlives the forward: "
+        "micro-batches and recompute would change it several times a step. Change it between steps, outside of "
+        f"forward; for spectral_norm use parametrizations.weight_norm or orthogonal, without such state{excerpt(node)}"
+    )
 
 
 def _refusal(node: fx.Node, what: str) -> TraceError:

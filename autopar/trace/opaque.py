@@ -1,8 +1,9 @@
 """Submodules that cannot be traced are kept whole: each is one op, and its Python runs as it is.
 
 Where export fails inside a submodule, the submodules of the same place in all layers are replaced by the op
-`autopar::opaque` and the model is traced again. What torch would trace wrongly without a word is such a failure
-too: a custom autograd.Function, whose backward export does not record, and sizes that depend on values.
+`autopar::opaque` and the model is traced again. What torch would trace wrongly without a word is such a failure too:
+sizes that depend on values. A custom autograd.Function, whose backward export does not record, is kept whole itself,
+wherever it is called; the submodule around it only where it cannot be tried out alone.
 """
 
 from __future__ import annotations
@@ -21,17 +22,19 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ..errors import TraceError
 from ..ir.build import replace_node
-from ..ir.custom import OPAQUE, RESULT_SHAPES
+from ..ir.custom import OPAQUE, RESULT_SHAPES, OpaqueCall
 from ..ir.graph import MODEL, Program, arguments, info, node_inputs
-from ..runtime.opaque import OpaqueModule
+from ..runtime.opaque import Applied, OpaqueModule
 from ..runtime.trees import tree_flatten
-from .guards import custom_functions_refused, quiet, refuse_recurrent
+from .checks import Checks
+from .guards import custom_functions, quiet, refuse_recurrent
 from .lists import layer_path
 from .moe import written_experts
 from .repeats import structure
 from .source import excerpt, module_path, place
 from .trial import RefusedError, Returned, Taken, Trial
 
+_BACKWARD = "a custom torch.autograd.Function, whose backward a trace does not have"
 _MOST = 20  # kinds of submodule that one model may need
 
 
@@ -46,9 +49,9 @@ class _InsideError(TraceError):
 class _UnknownError(TraceError):
     """A module that is kept whole is called in a way that has not been tried out: to be caught, not shown."""
 
-    def __init__(self, path: str, key: Any) -> None:
+    def __init__(self, path: str, module: nn.Module, key: Any) -> None:
         super().__init__(path)
-        self.path, self.key = path, key
+        self.path, self.module, self.key = path, module, key
 
 
 @dataclass
@@ -71,14 +74,21 @@ class Opaque:
     patterns: set[str] = field(default_factory=set)
     reasons: dict[str, str] = field(default_factory=dict)  # of a pattern: why it is kept whole
     calls: list[_Call] = field(default_factory=list)
+    checks: Checks = field(default_factory=Checks)
 
     def export(self, run: Callable[[], Any]) -> Any:
         """What `run` exports, once every submodule that it fails in is kept whole."""
-        why: TraceError | None = None  # the first submodule cannot be traced
         refuse_recurrent(self.shadow)
+        try:
+            return self._export(run)
+        finally:
+            self.checks.restore()
+
+    def _export(self, run: Callable[[], Any]) -> Any:
+        why: TraceError | None = None  # the first submodule cannot be traced
         for _ in range(_MOST):
             try:
-                with custom_functions_refused(), quiet():
+                with custom_functions(self._apply), quiet():
                     exported = run()
                 _check_sizes(exported)
                 return exported
@@ -88,6 +98,8 @@ class Opaque:
                 except TraceError as error:
                     raise TraceError(f"{error}. {why}" if why else str(error)) from error
             except TraceError as error:
+                if self.checks.leave_out(error):
+                    continue
                 why = why or error
                 path = self._failed_in(error)
                 if path is None or not self._enclose(path):
@@ -119,7 +131,7 @@ class Opaque:
         inside = list(self.shadow.get_submodule(path).modules())
         if any(isinstance(m, nn.RNNBase) for m in inside):
             return False
-        return layer_path(path) is not None or not any(isinstance(m, nn.ModuleList) for m in inside)
+        return layer_path(path) is not None or not any(isinstance(m, nn.ModuleList) and _repeats(m) for m in inside)
 
     def _enclose(self, path: str) -> bool:
         """Let the modules of one place in all layers stand for themselves; whether there was one more."""
@@ -134,48 +146,57 @@ class Opaque:
 
     def _stand_in(self, path: str, module: nn.Module) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            leaves, form = tree_flatten((args, kwargs))
-            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-            call = self._call(path, leaves, form)
-            own = [*module.parameters(), *module.buffers()]
-            results = OPAQUE([*tensors, *own], call.name, len(tensors), False, 0)
-            cut = [x.is_floating_point() and not r.requires_grad for x, r in zip(results, call.returned, strict=True)]
-            return call.trial.like_result([x.detach() if c else x for x, c in zip(results, cut, strict=True)])
+            original = dict(self.model.named_modules(remove_duplicate=False))[path]  # attributes are proxies in export
+            return self._replaced(path, original, [*module.parameters(), *module.buffers()], args, kwargs)
 
         return forward
 
-    def _call(self, path: str, leaves: Sequence[Any], form: Any) -> _Call:
+    def _apply(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What stands for a call of a custom autograd.Function."""
+        return self._replaced(function.__name__, Applied(function), [], args, kwargs)
+
+    def _replaced(
+        self, path: str, module: nn.Module, own: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        leaves, form = tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        call = self._call(path, module, leaves, form)
+        results = OPAQUE([*tensors, *own], call.name, len(tensors), False, 0)
+        cut = [x.is_floating_point() and not r.requires_grad for x, r in zip(results, call.returned, strict=True)]
+        return call.trial.like_result([x.detach() if c else x for x, c in zip(results, cut, strict=True)])
+
+    def _call(self, path: str, module: nn.Module, leaves: Sequence[Any], form: Any) -> _Call:
         """What is known of a call; _UnknownError where no equal one has been tried out."""
         given = [_taken(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         if any(isinstance(leaf, torch.SymInt) for leaf in leaves):
             raise TraceError(f"{path} cannot be traced, and is called with a size: pass it tensors only")
-        original = dict(self.model.named_modules(remove_duplicate=False))[path]  # attributes are proxies within export
-        key = (structure(original), tuple(given), form)
+        key = (structure(module), tuple(given), form)
         for call in self.calls:
             if _equal(call.key, key):
                 return call
-        raise _UnknownError(path, key)
+        raise _UnknownError(path, module, key)
 
     def _try_out(self, call: _UnknownError) -> None:
         """Learn what a call returns. Where that cannot be said, the module around it is kept whole instead."""
         _, given, form = call.key
-        trial = Trial(call.path, self.model.get_submodule(call.path), given, form, self.dtype)
+        trial = Trial(call.path, call.module, given, form, self.dtype)
         try:
             returned = trial.returned()
         except RefusedError:
             raise
         except TraceError as error:
-            path = self._failed_in(_InsideError(str(error), call.path))
+            around = call if isinstance(call.module, Applied) else _InsideError(str(error), call.path)
+            path = self._failed_in(around)
             if path is None or not self._enclose(path):
                 raise
             return
-        name = self._name(call.path)
+        name = self._name(call)
         RESULT_SHAPES[name] = lambda tensors: [r.like(tensors) for r in returned]
         self.calls.append(_Call(name, call.key, trial, returned))
 
-    def _name(self, path: str) -> str:
-        layer = layer_path(path)
-        inside = path.removeprefix(f"{layer}.") if layer != path else type(self.model.get_submodule(path)).__name__
+    def _name(self, call: _UnknownError) -> str:
+        layer, path = layer_path(call.path), call.path
+        inside = path.removeprefix(f"{layer}.") if layer != path else type(call.module).__name__
         taken = {call.name for call in self.calls}
         return next(n for n in [inside, *(f"{inside}_{i}" for i in range(2, 1000))] if n not in taken)
 
@@ -198,8 +219,9 @@ class Opaque:
                 for reader in list(node.users):
                     replace_node(reader, node)
         opaque = {name: calls[name].trial.as_called() for name in found}
-        reasons = {name: self.reasons.get(_pattern(call.path), "") for name, call in opaque.items()}
-        return replace(program, opaque={name: replace(call, reason=reasons[name]) for name, call in opaque.items()})
+        reasons = {name: self.reasons.get(_pattern(call.path), _BACKWARD) for name, call in opaque.items()}
+        kept = {name: replace(call, reason=reasons[name]) for name, call in opaque.items()}
+        return replace(program, opaque=kept, checks=tuple(self.checks.places))
 
 
 def opaque_modules(program: Program, model: nn.Module) -> dict[str, OpaqueModule]:
@@ -208,11 +230,14 @@ def opaque_modules(program: Program, model: nn.Module) -> dict[str, OpaqueModule
         return {}
     in_double = any(info(node).dtype == torch.float64 for _, node in program.each_op())
     with written_experts(model) if in_double else nullcontext():
-        return {n: OpaqueModule(_empty(model.get_submodule(c.path)), c.inputs) for n, c in program.opaque.items()}
+        return {name: OpaqueModule(_without_values(model, call), call.inputs) for name, call in program.opaque.items()}
 
 
-def _empty(module: nn.Module) -> nn.Module:
-    """A copy without values. Its attributes are its own, its config too."""
+def _without_values(model: nn.Module, call: OpaqueCall) -> nn.Module:
+    """A copy of the module that is called. Its attributes are its own, its config too."""
+    if call.function is not None:
+        return Applied(call.function)
+    module = model.get_submodule(call.path)
     memo: dict[int, Any] = {}
     for tensor in (*module.parameters(), *module.buffers()):
         empty = torch.empty_like(tensor, device="meta")
@@ -235,6 +260,12 @@ def _taken(tensor: Tensor) -> Taken:
 def _pattern(path: str) -> str:
     """The place of a module in its layer: "layers.3.mlp" → "layers.*.mlp"."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
+
+
+def _repeats(modules: nn.ModuleList) -> bool:
+    """Whether two items of a list are alike, as layers are."""
+    shapes = [[(name, p.shape) for name, p in module.named_parameters()] for module in modules]
+    return any(one == other for i, one in enumerate(shapes) for other in shapes[:i])
 
 
 def _check_sizes(exported: Any) -> None:

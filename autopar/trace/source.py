@@ -5,13 +5,27 @@ from __future__ import annotations
 import linecache
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 
 import torch
 from torch import fx, nn
 
 # Frames of torch and of ours are not the user's source.
 NOT_THE_USERS = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, Path(__file__).parent))
+
+_MODEL_CODE = tuple(f"{Path(torch.__file__).parent / part}{os.sep}" for part in ("nn", "distributions"))
+
+
+def is_torchs(file: str) -> bool:
+    """Whether a source file is torch's, ours or generated."""
+    return file.startswith((*NOT_THE_USERS, "<"))
+
+
+def is_the_models(file: str) -> bool:
+    """Whether a source file has code of models: the user's, a library's, or a module or distribution of torch."""
+    return file.startswith(_MODEL_CODE) or not is_torchs(file)
 
 
 def source_line(stack_trace: str | None) -> str:
@@ -43,20 +57,24 @@ def excerpt(node: fx.Node) -> str:
 
 def place_of_error(error: BaseException, model: nn.Module) -> str:
     """The innermost user frame of an exception, its module's path, and the source lines around it."""
-    names = {id(module): name for name, module in model.named_modules()}
-    frame, line, path = None, 0, ""
-    traceback = error.__traceback__
+    frames, traceback = [], error.__traceback__
     while traceback is not None:
-        here = traceback.tb_frame
-        owner = here.f_locals.get("self")
-        path = names.get(id(owner), path) if isinstance(owner, nn.Module) else path
-        if not here.f_code.co_filename.startswith((*NOT_THE_USERS, "<")):
-            frame, line = here, traceback.tb_lineno
+        frames.append((traceback.tb_frame, traceback.tb_lineno))
         traceback = traceback.tb_next
-    if frame is None:
-        return f" in {path}" if path else ""
-    inside = f" in {path}," if path else ""
-    return f"{inside} at {frame.f_code.co_filename}:{line}\n{_excerpt(frame.f_code.co_filename, line)}\n"
+    return place_of_frames(frames, model)
+
+
+def place_of_frames(frames: Sequence[tuple[FrameType, int]], model: nn.Module) -> str:
+    """The same of frames with their lines, the innermost last."""
+    names = {id(module): name for name, module in model.named_modules()}
+    at, path = "", ""
+    for frame, line in frames:
+        owner, file = frame.f_locals.get("self"), frame.f_code.co_filename
+        path = names.get(id(owner), path) if isinstance(owner, nn.Module) else path
+        if not is_torchs(file):
+            at = f" at {file}:{line}\n{_excerpt(file, line)}\n"
+    inside = f" in {path}" if path else ""
+    return f"{inside},{at}" if inside and at else inside or at
 
 
 def _excerpt(file: str, line: int) -> str:

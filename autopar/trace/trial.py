@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..errors import TraceError
 from ..ir.custom import OpaqueCall
 from ..ir.graph import B, S
+from ..runtime.opaque import Applied
 from ..runtime.trees import tree_flatten, tree_unflatten
 
 _PRIMES = (3, 5, 7, 11, 13)
@@ -95,10 +96,13 @@ class Trial:
 
     def call(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         args, kwargs = self._filled([t.requires_grad_() if t.is_floating_point() else t for t in tensors])
+        versions = [t._version for t in tensors]  # no public name counts the writes to a tensor
         try:
             result = self.module(*args, **kwargs)
         except Exception as error:
             raise TraceError(f"{self.what} can neither be traced nor run: {type(error).__name__}: {error}") from error
+        if versions != [t._version for t in tensors]:
+            raise TraceError(f"{self.what} cannot be traced, and it changes in place what it is given")
         self.result, self.result_form = tree_flatten(result)
         return [x for x in self.result if isinstance(x, Tensor)]
 
@@ -109,7 +113,8 @@ class Trial:
 
     def as_called(self) -> OpaqueCall:
         empty = [torch.empty(0, device="meta") for _ in self.taken]
-        return OpaqueCall(self.path, self._filled(empty))
+        function = self.module.function if isinstance(self.module, Applied) else None
+        return OpaqueCall(self.path, self._filled(empty), function=function)
 
     @property
     def what(self) -> str:

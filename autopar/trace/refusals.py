@@ -1,0 +1,169 @@
+"""Why a model cannot be traced, in one message of ours: what, the user's line, and the way out.
+
+torch's own text names symbols and environment variables of torch. It is kept only where the model's own forward fails
+on the example inputs, without any trace.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import sympy
+from torch import nn
+
+from ..errors import TraceError
+from .source import is_the_models, is_torchs, place_of_error, place_of_frames
+
+Dims = Mapping[str, Mapping[int, str]]
+SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 16, 17, 100, 128, 1000, 4096, 4099)  # on which conditions on sizes are tried
+
+_BRANCH = (
+    "a branch on tensor values cannot be traced: use torch.where there, or put the branch into a submodule of its own, "
+    "which is then kept whole"
+)
+_NUMBER = (
+    "a number that is read from a tensor cannot be traced: keep it a 0-dim tensor (no .item(), int() or float()), or "
+    "read it in a submodule of its own, which is then kept whole"
+)
+_SHAPE = "a shape that depends on values cannot be traced: keep the shape and mask (torch.where, x * mask)"
+_SIZE = "the model fixes its batch or sequence size there: derive it from the input's shape"
+_DEVICE = "tensors that forward makes must be on its input's device: device=x.device"
+_OUTPUT = "forward returns an object that is no tensor, tuple or dict of tensors: return the loss, or give loss="
+_REASONS = (  # (what torch says, what that means and what to do), the first that is found
+    ("Could not extract specialized", _NUMBER),
+    ("DynamicOutputShape", _SHAPE),
+    ("Size-like symbols: u", _SHAPE),
+    ("unbacked", _SHAPE),
+    ("data-dependent", _BRANCH),
+    ("DataDependent", _BRANCH),
+    ("pecializ", _SIZE),
+    ("Constraints violated", _SIZE),
+    ("not on the expected device", _DEVICE),
+    ("Expected all tensors to be on the same device", _DEVICE),
+    ("not a known type", _OUTPUT),
+)
+_OWN = (str(Path(logging.__file__).parent), str(Path(__file__).parent))  # frames of these are no model's
+_LOGGER = "torch.fx.experimental.symbolic_shapes"
+
+
+def explain(error: Exception, model: nn.Module) -> str:
+    """One message with the user's own lines, and the way out."""
+    name, said = type(error).__name__, str(error)
+    reason = next((reason for symptom, reason in _REASONS if symptom in f"{name} {said}"), None)
+    if reason is None or _raised_by_the_model(error):
+        own, *_ = said.strip().split("\n\n")
+        reason = f"{name}: {own}"
+    return f"tracing failed{place_of_error(error, model)}: {reason}"
+
+
+def _raised_by_the_model(error: BaseException) -> bool:
+    """Whether an error comes from a `raise` of the user's own code."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return traceback is not None and not is_torchs(traceback.tb_frame.f_code.co_filename)
+
+
+def refuse_size(model: nn.Module, dims: Dims, export: Callable[[], Any]) -> TraceError:
+    """The refusal of a model that holds for some sizes only: `export` runs again, and shows on which line."""
+    with _guards(model, dims) as guards, _without_failing():
+        export()
+    return next((TraceError(text) for text in guards if text), TraceError(f"tracing failed: {_SIZE}"))
+
+
+@contextmanager
+def _without_failing() -> Iterator[None]:
+    try:
+        yield
+    except Exception:  # noqa: BLE001 - it has failed like this before
+        return
+
+
+@contextmanager
+def _guards(model: nn.Module, dims: Dims) -> Iterator[list[str]]:
+    """Within: the list gets a message for each guard on sizes that does not hold for all of them, "" for others."""
+    logger, found = logging.getLogger(_LOGGER), list[str]()
+    names: dict[sympy.Symbol, sympy.Symbol] = {}
+
+    def listen(record: logging.LogRecord) -> bool:
+        given = record.args if isinstance(record.args, tuple) else ()
+        if str(record.msg).startswith("create_symbol"):
+            _learn(names, given, dims)
+        elif "[guard added]" in str(record.msg) and given[0] == "eval":
+            found.append(_condition(str(given[1]), names, model))
+        return False
+
+    level = logger.level
+    logger.addFilter(listen)
+    logger.setLevel(logging.INFO)
+    try:
+        yield found
+    finally:
+        logger.removeFilter(listen)
+        logger.setLevel(level)
+
+
+def _learn(names: dict[sympy.Symbol, sympy.Symbol], created: tuple[Any, ...], dims: Dims) -> None:
+    """Which of batch and sequence torch's new symbol is."""
+    source = re.fullmatch(r"L\['(\w+)'\]\.size\(\)\[(\d+)\]", str(created[2]))
+    if source and (kind := dims.get(source[1], {}).get(int(source[2]))):
+        names[created[0]] = sympy.Symbol(kind)
+
+
+def _condition(text: str, names: Mapping[sympy.Symbol, sympy.Symbol], model: nn.Module) -> str:
+    frames = list(_frames())
+    values = (value for frame in frames for value in frame.f_locals.values())
+    expression = next((v for v in values if isinstance(v, sympy.Basic) and str(v) == text), None)
+    if expression is None:
+        return ""
+    condition = expression.subs(dict(names))
+    not_for = false_for(condition)
+    here = [frame for frame in reversed(frames) if is_the_models(frame.f_code.co_filename)]
+    if not_for is None or not here:
+        return ""
+    way_out = _SIZE
+    if _in_loop(here[-1].f_code.co_filename, here[-1].f_lineno):
+        way_out = (
+            "a loop over tokens would be written out for one length: use an op over the whole sequence (attention, a "
+            "convolution, cumsum), or a loop over layers or heads"
+        )
+    place = place_of_frames([(frame, frame.f_lineno) for frame in here], model)
+    return f"tracing failed{place}: the model holds where {condition}, which is not so for {not_for}: {way_out}"
+
+
+def false_for(condition: sympy.Basic) -> str | None:
+    """Sizes for which a condition does not hold: "s=3"; None where it holds for all."""
+    symbols = sorted(condition.free_symbols, key=str)
+    for sizes in product(SIZES[1:], repeat=len(symbols)):
+        if condition.subs(dict(zip(symbols, sizes, strict=True))) == sympy.false:
+            return ", ".join(f"{symbol}={n}" for symbol, n in zip(symbols, sizes, strict=True))
+    return None
+
+
+def _frames() -> Iterator[FrameType]:
+    """From the logger's caller outwards to `refuse_size`."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not refuse_size.__code__:
+        if not frame.f_code.co_filename.startswith(_OWN):
+            yield frame
+        frame = frame.f_back
+
+
+def _in_loop(file: str, line: int) -> bool:
+    """Whether a line asks for the items of a loop."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return False
+    loops = (node for node in ast.walk(tree) if isinstance(node, ast.For | ast.comprehension))
+    return any(loop.iter.lineno <= line <= (loop.iter.end_lineno or 0) for loop in loops)
