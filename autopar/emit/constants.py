@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from ..ir.custom import OPAQUE
-from ..ir.graph import COUNT, PROLOGUE, Call, Role, TensorInfo, info, node_inputs
+from ..ir.graph import COUNT, PROLOGUE, Call, Role, TensorInfo, arguments, info, node_inputs
 from ..ir.ops import is_collective
 from ..ir.unread import unread_buffers, unread_parameters
 from ..plan import Plan
@@ -87,12 +87,18 @@ def _ends(e: Emission) -> list[str]:
     return ["ENDS = {  # methods of Model, and where what they read is: units too", *rows, "}"] if rows else []
 
 
+def _is_given(module: fx.Node, node: fx.Node) -> bool:
+    """Whether an opaque module is called with a parameter, beside those of its own."""
+    tensors, _, given, _, _ = arguments(module)
+    return node in tensors[:given]
+
+
 def _optional(e: Emission) -> list[str]:
     """OPTIONAL: the names that only opaque modules read; a tied parameter is read under each of its names."""
     tied, read, elsewhere = e.program.tied, dict[tuple[str, ...], list[str]](), set[str]()
     for block, node in ((b, n) for b in e.program.blocks.values() for n in b.placeholders(Role.PARAMETER)):
         paths = tuple(call.full_name("") for call in e.program.calls if call.block == block.name)
-        if all(user.target is OPAQUE for user in node.users):
+        if all(user.target is OPAQUE and not _is_given(user, node) for user in node.users):
             read.setdefault(paths, []).append(info(node).ref)
         else:
             elsewhere |= {tied.get(path + info(node).ref, path + info(node).ref) for path in paths}

@@ -12,6 +12,7 @@ import linecache
 from collections import defaultdict
 from collections.abc import Iterator
 from types import CodeType, FunctionType, TracebackType
+from typing import Any
 
 from .source import is_the_models
 
@@ -126,7 +127,7 @@ class _Decide(ast.NodeTransformer):
     def __init__(self, edits: _Edits) -> None:
         self._edits = edits
 
-    def visit(self, node: ast.AST) -> ast.AST:
+    def visit(self, node: ast.AST) -> Any:
         self.generic_visit(node)
         if isinstance(node, ast.If | ast.Assert) and (value := self._edits.get(_position(node.test))) is not None:
             constant = ast.copy_location(ast.Constant(value), node.test)
@@ -137,7 +138,7 @@ class _Decide(ast.NodeTransformer):
 
 def _compiled(code: CodeType, edits: _Edits) -> CodeType | None:
     """A function's code, compiled from its file with some tests decided."""
-    tree = _Decide(edits).visit(_tree(code.co_filename))
+    tree: ast.Module = _Decide(edits).visit(_tree(code.co_filename))
     whole = compile(ast.fix_missing_locations(tree), code.co_filename, "exec", dont_inherit=True)
     found = (c for c in _codes(whole) if (c.co_qualname, c.co_firstlineno) == (code.co_qualname, code.co_firstlineno))
     return next(found, None)

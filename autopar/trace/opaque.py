@@ -17,7 +17,7 @@ from typing import Any
 
 import sympy
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ..errors import TraceError
@@ -206,14 +206,14 @@ class Opaque:
         """The program with what runs show of each module written into its op."""
         calls = {call.name: call for call in self.calls}
         found: dict[str, tuple[bool, int]] = {}
-        for node in program.blocks[MODEL].ops:
-            if node.target is not OPAQUE:
-                continue
+        nodes = [node for node in program.blocks[MODEL].ops if node.target is OPAQUE]
+        read = {arguments(n)[1]: {arguments(u)[1] for m in nodes if _same(m, n) for u in m.users} for n in nodes}
+        for node in nodes:
             tensors, name, given, _, _ = arguments(node)
             if name not in found:
                 shapes = [info(n).shape for n in node_inputs(node)[:given]]
                 trial = calls[name].trial.in_float32()
-                found[name] = trial.treats_samples_alone(shapes), trial.flops_a_row(shapes)
+                found[name] = trial.treats_samples_alone(shapes, read[name]), trial.flops_a_row(shapes)
             node.args = (tensors, name, given, *found[name])
             if len(calls[name].returned) == 1:  # the runtime gives a single result as it is
                 for reader in list(node.users):
@@ -253,13 +253,25 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _taken(tensor: Tensor) -> Taken:
-    sizes = (n.node.expr if isinstance(n, torch.SymInt) else sympy.Integer(n) for n in tensor.shape)
-    return Taken(tuple(sizes), tensor.dtype)
+    return Taken(tuple(map(_size, tensor.shape)), tensor.dtype)
+
+
+def _size(size: Any) -> sympy.Expr:
+    """A size with one symbol for each size of the examples: torch's own differ for each input until the trace ends."""
+    if not isinstance(size, torch.SymInt):
+        return sympy.Integer(size)
+    expr, hint = size.node.expr, size.node.shape_env.guarding_hint_or_throw
+    return expr.subs({s: sympy.Symbol(f"n{hint(s)}", integer=True, positive=True) for s in expr.free_symbols})
 
 
 def _pattern(path: str) -> str:
     """The place of a module in its layer: "layers.3.mlp" → "layers.*.mlp"."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
+
+
+def _same(one: fx.Node, other: fx.Node) -> bool:
+    """Whether two nodes call the same module."""
+    return bool(arguments(one)[1] == arguments(other)[1])
 
 
 def _repeats(modules: nn.ModuleList) -> bool:

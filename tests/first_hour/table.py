@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import in_batch, named_loss, no_layers, scores
+from . import checks, in_batch, kept_whole, named_loss, no_layers, scores
 from .case import Case
 
 CASES: tuple[Case, ...] = (
@@ -10,4 +10,6 @@ CASES: tuple[Case, ...] = (
     *scores.CASES,
     *in_batch.CASES,
     *named_loss.CASES,
+    *checks.CASES,
+    *kept_whole.CASES,
 )

@@ -24,7 +24,6 @@ from tests.distributed.opaque_models import (
     Selected,
     Squash,
     StraightThrough,
-    Tripled,
 )
 
 IDS = {"input_ids": torch.zeros(2, 16, dtype=torch.long), "labels": torch.zeros(2, 16, dtype=torch.long)}
@@ -43,7 +42,7 @@ def opaque_node(program: Program) -> Any:
 )
 def test_whether_it_treats_samples_alone_is_found_by_running_it(kind: type[nn.Module], alone: bool) -> None:
     program = traced(OpaqueModel(kind, layers=2))
-    assert program.opaque.keys() == {"inner"}
+    assert program.opaque.keys() == {"Tripled" if kind is StraightThrough else "inner"}
     assert arguments(opaque_node(program))[3] is alone
     assert program.count("Block") == 2  # the layers are one class still
 
@@ -58,7 +57,7 @@ def test_shapes_and_dtypes_are_those_of_a_run(dtype: torch.dtype) -> None:
 
 
 def test_flops_are_counted_and_shared_out() -> None:
-    program = traced(OpaqueModel(StraightThrough, layers=2))
+    program = traced(OpaqueModel(BatchSquash, layers=2))
     assert arguments(opaque_node(program))[4] == 2 * 32 * 32  # one linear
     ours, others, head = 2 * 32 * 32, 2 * 2 * 16 * 32, 2 * 16 * 97
     assert opaque_shares(program, {B: 1, S: 16})["inner"] == pytest.approx(2 * ours / (2 * (ours + others) + head))
@@ -123,13 +122,38 @@ def test_a_branch_outside_any_submodule_is_refused() -> None:
         traced(BranchingModel(StraightThrough, layers=1))
 
 
-def test_a_custom_function_outside_any_submodule_is_refused() -> None:
+def test_a_custom_function_that_gives_sizes_by_value_is_refused() -> None:
+    class Positive(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x[x > 0]
+
     class Model(OpaqueModel):
         def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-            loss: Tensor = Tripled.apply(super().forward(input_ids, labels))  # type: ignore[no-untyped-call]
-            return loss
+            chosen: Tensor = Positive.apply(self.embedding(input_ids))  # type: ignore[no-untyped-call]
+            return chosen.mean()
 
-    with pytest.raises(TraceError, match=r"Tripled.*backward.*submodule of its own"):
+    with pytest.raises(TraceError, match=r"Positive.*sizes of what it returns depend on values"):
+        traced(Model(nn.Identity, layers=1))
+
+
+def test_a_custom_function_that_changes_what_it_takes_is_refused() -> None:
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+            scale.mul_(2)
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+            return gradients[0], None
+
+    class Model(OpaqueModel):
+        def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+            x: Tensor = Doubled.apply(self.embedding(input_ids), labels)  # type: ignore[no-untyped-call]
+            return x.mean()
+
+    with pytest.raises(TraceError, match=r"Doubled.*changes in place what it is given"):
         traced(Model(nn.Identity, layers=1))
 
 

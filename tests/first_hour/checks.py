@@ -1,0 +1,105 @@
+"""Checks of values that only raise: the program has none of them. (No test module: pytest rewrites its assertions.)"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .case import VOCABULARY, Case, Tower, ids
+
+
+def positive(x: Tensor) -> bool:
+    return bool((x > 0).all())
+
+
+def check_positive(x: Tensor) -> None:
+    if not positive(x):
+        message = "not positive"
+        raise RuntimeError(message)
+
+
+class Checked(nn.Module):
+    """In its own forward, in a helper of the user's, and with a number that is read for the check alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower, self.head = Tower(), nn.Linear(16, VOCABULARY)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        if ids.dim() > 2 or (ids >= VOCABULARY).any():
+            raise ValueError(f"ids up to {ids.max()}")
+        largest = labels.max().item()
+        assert largest < VOCABULARY, largest
+        x = self.tower(ids)
+        check_positive(x.exp())
+        if torch.isfinite(x).all():
+            x = x * 2
+        else:
+            raise FloatingPointError("not finite")
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+class Likelihood(nn.Module):
+    """torch's distributions check what they are made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower, self.head = Tower(), nn.Linear(16, VOCABULARY)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.tower(ids))
+        loss: Tensor = -torch.distributions.Categorical(logits=logits).log_prob(labels).mean()
+        return loss
+
+
+class CheckedLayer(nn.Module):
+    """A layer that checks what it takes stays a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert not torch.isnan(x).any(), "NaN"
+        return x + F.gelu(self.mix(x))
+
+
+class CheckedLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower, self.head = Tower(), nn.Linear(16, VOCABULARY)
+        self.tower.blocks = nn.ModuleList(CheckedLayer() for _ in range(2))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.tower(ids)).flatten(0, 1), labels.flatten())
+
+
+class Caught(Checked):
+    """What a check raises is caught: it is no check alone."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.tower(ids)
+        try:
+            check_positive(x)
+        except RuntimeError:
+            x = x * 2
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+class Remembering(Checked):
+    """A check that leaves something behind before it raises."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        if (ids >= VOCABULARY).any():
+            self.wrong = True
+            raise ValueError("ids")
+        return super().forward(ids, labels)
+
+
+_LM = {"ids": ids(), "labels": ids()}
+CASES = (
+    Case("checked", Checked, _LM, {"dp": 2}, ("as pinned", "tp2")),
+    Case("likelihood", Likelihood, _LM, {"dp": 2}, ("as pinned",)),
+    Case("checked layers", CheckedLayers, _LM, {"tp": 2}, ("as pinned", "pp2")),
+)

@@ -1,0 +1,119 @@
+"""What cannot be traced is refused in our words, with the user's line and the way out; checks that only raise pass."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopar.errors import TraceError
+from autopar.trace.export import trace
+from tests.first_hour import checks
+from tests.first_hour.case import ids
+
+LM = {"ids": ids(), "labels": ids()}
+TORCHS = re.compile(r"Guard|TORCH|unhinted|Dim\.|draft_export|\bu\d+\b|L\[|specialize|[Cc]onstraint")
+
+
+class Model(nn.Module):
+    """Embeddings, `inner` over the states [b, s, 16], and a head."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.emb, self.head = nn.Embedding(64, 16), nn.Linear(16, 64)
+        self.inner = inner
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.inner(self.emb(ids))).flatten(0, 1), labels.flatten())
+
+
+class Loop(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        states = [x[:, 0]]
+        for t in range(1, x.shape[1]):  # the line
+            states.append(states[-1].tanh() + x[:, t])
+        return torch.stack(states, 1)
+
+
+def pooled(x: Tensor) -> Tensor:
+    return F.max_pool1d(x.transpose(1, 2), 2).transpose(1, 2)  # the line
+
+
+class Pooled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + pooled(x).mean(1, keepdim=True)
+
+
+class Wrong(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ x.new_ones(3, 3)  # the line
+
+
+class Branch(nn.Module):
+    """In the root, where nothing can be kept whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(64, 16)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = self.emb(ids).sum()
+        return loss if loss > 0 else -loss  # the line
+
+
+class Number(Branch):
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        top = int(ids.max())  # the line
+        loss: Tensor = self.emb(ids).sum()
+        return loss * top
+
+
+WAYS_OUT: list[tuple[nn.Module, str]] = [
+    (Model(Loop()), "a loop over tokens"),
+    (Model(Pooled()), "derive it from the input's shape"),
+    (Branch(), "use torch.where there"),
+    (Number(), "keep it a 0-dim tensor"),
+]
+
+
+@pytest.mark.parametrize(("model", "way_out"), WAYS_OUT, ids=[way_out for _, way_out in WAYS_OUT])
+def test_a_refusal_has_the_line_and_the_way_out(model: nn.Module, way_out: str) -> None:
+    with pytest.raises(TraceError) as refused:
+        trace(model, LM, torch.float32)
+    said = str(refused.value)
+    assert f"at {__file__}:" in said and way_out in said
+    marked = next(line for line in said.splitlines() if "→" in line)
+    assert marked.endswith("# the line")
+    assert not TORCHS.search(said.replace(__file__, "")), said
+
+
+def test_what_the_model_raises_itself_is_told_as_it_is() -> None:
+    with pytest.raises(TraceError, match=r"(?s)# the line.*RuntimeError: "):
+        trace(Model(Wrong()), LM, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("kind", "lines"), [(checks.Checked, 4), (checks.Likelihood, 2), (checks.CheckedLayers, 1)], ids=lambda x: str(x)
+)
+def test_checks_that_only_raise_are_left_out_and_come_back(kind: type[nn.Module], lines: int) -> None:
+    before = kind.forward.__code__, checks.check_positive.__code__
+    program = trace(kind(), LM, torch.float32)
+    assert len(program.checks) == lines and not program.opaque
+    assert (kind.forward.__code__, checks.check_positive.__code__) == before
+
+
+@pytest.mark.parametrize("kind", [checks.Caught, checks.Remembering])
+def test_checks_with_another_effect_are_refused(kind: type[nn.Module]) -> None:
+    with pytest.raises(TraceError, match=r"torch\.where"):
+        trace(kind(), LM, torch.float32)
+
+
+@pytest.mark.parametrize("normal", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
+@pytest.mark.filterwarnings("ignore")
+def test_spectral_norm_is_refused_by_its_buffer(normal: Callable[[nn.Module], nn.Module]) -> None:
+    with pytest.raises(TraceError, match=r"changes the buffer .*_[uv], which outlives the forward: .*between steps"):
+        trace(Model(normal(nn.Linear(16, 16))), LM, torch.float32)
