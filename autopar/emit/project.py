@@ -27,6 +27,8 @@ One node ({processes} processes):
     torchrun --nproc-per-node {processes} -- train.py --steps 100 --log train.jsonl
 
 {many_nodes}`train.py --help` lists the options: learning rate, clipping, data, initial weights, checkpoints.
+`--save DIR` writes checkpoints, DIR/step-N, each whole or not at all: at the end, on SIGTERM, every `--save-every`
+steps; `--init DIR` goes on from the latest whole one, under this plan or another.
 The folder needs nothing but PyTorch{needs}. Floating inputs of a batch (images, say) are cast to the plan's precision.
 
 ## Files

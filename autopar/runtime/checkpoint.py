@@ -1,15 +1,17 @@
-"""What a checkpoint holds, and how a trainer is saved to it and resumed from it, under any plan.
+"""What a checkpoint holds of a trainer, to be saved and resumed under any plan.
 
-Keys: `model.<original name>`, `optimizer.<original name>.<state>`, `step`, `loss_scale.<state>` of fp16. A parameter
-that is whole, in parts or tied in a program is under one name, and so are its states.
+Keys: `model.<original name>`, `optimizer.<original name>.<state>`, `loss_scale.<state>` of fp16, `rng.<rank>.<stream>`.
+A parameter that is whole, in parts or tied in a program is under one name, and so are its states.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -17,24 +19,59 @@ from .optimizer import Optimizer, Parameters
 from .parameters import Value
 from .pieces import Piece, piece_of, read_pieces, saved_tensors, write_pieces
 from .precision import LossScale
+from .random import restore_streams, streams
 from .weights import WEIGHTS, Names, read_tensors
 
 
-def save(
-    folder: Path,
-    parameters: Parameters,
-    optimizer: Optimizer,
-    names: Names,
-    step: int,
-    buffers: Mapping[str, Tensor],
-    loss_scale: LossScale,
-) -> None:
-    """Every rank calls; each writes its own parts."""
-    pieces = _pieces(parameters, {name: optimizer.states(name) for name in parameters}, names, buffers)
-    pieces["step"] = [piece_of(torch.tensor(step))]
-    if loss_scale.enabled:
-        pieces |= _of_loss_scale(loss_scale.state())
-    write_pieces(folder, pieces)
+@dataclass(frozen=True)
+class State:
+    """All that this rank has of what a checkpoint holds."""
+
+    parameters: Parameters
+    optimizer: Optimizer
+    names: Names
+    buffers: Mapping[str, Tensor]
+    loss_scale: LossScale
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint; every rank calls, and each writes its own parts."""
+        pieces = self._pieces({name: self.optimizer.states(name) for name in self.parameters})
+        if self.loss_scale.enabled:
+            pieces |= _plain("loss_scale", self.loss_scale.state())
+        write_pieces(folder, pieces | _plain(f"rng.{dist.get_rank()}", streams()))
+
+    def load(self, folder: Path, resume_streams: bool) -> None:
+        """Fill all in place from a checkpoint of any plan; every rank calls, and each reads its own parts.
+
+        Optimizer state or a loss scale that is not there starts anew. resume_streams: ranks have the same places in the
+        mesh, so each goes on with its own random numbers.
+        """
+        saved: dict[str, dict[str, TensorStorageMetadata]] = {}
+        for key, found in saved_tensors(folder).items():
+            saved.setdefault(key.rpartition(".")[0], {})[key.rpartition(".")[2]] = found
+        states = {
+            name: _empty_states(p.detach(), saved.get(f"optimizer.{self.names.whole(name)}", {}))
+            for name, p in self.parameters.items()
+        }
+        scale = self.loss_scale.state() if self.loss_scale.enabled and "loss_scale" in saved else {}
+        rng = f"rng.{dist.get_rank()}"
+        drawn = {key: _empty(found) for key, found in saved.get(rng, {}).items() if resume_streams}
+        read_pieces(folder, self._pieces(states) | _plain("loss_scale", scale) | _plain(rng, drawn))
+        for name, own in states.items():
+            self.optimizer.load_states(name, own)
+        if scale:
+            self.loss_scale.load(scale)
+        restore_streams(drawn)
+
+    def _pieces(self, states: Mapping[str, Mapping[str, Tensor]]) -> dict[str, list[Piece]]:
+        """This rank's pieces of model and optimizer, for both directions."""
+        pieces = _plain("model", self.buffers)
+        for name, p in self.parameters.items():
+            whole = self.names.whole(name)
+            pieces.setdefault(f"model.{whole}", []).append(self.names.piece(name, p))
+            for key, state in states[name].items():
+                pieces.setdefault(f"optimizer.{whole}.{key}", []).append(self.names.piece(name, state))
+        return pieces
 
 
 def resumed_values(folder: Path, program: Path) -> Value:
@@ -54,59 +91,17 @@ def resumed_values(folder: Path, program: Path) -> Value:
     return value
 
 
-def load(
-    folder: Path, parameters: Parameters, optimizer: Optimizer, names: Names, buffers: Mapping[str, Tensor]
-) -> int:
-    """Fill parameters, optimizer state and buffers in place from a checkpoint of any plan; returns its step.
-
-    Every rank calls; each reads its own pieces. Optimizer state that is not there starts anew.
-    """
-    saved: dict[str, dict[str, TensorStorageMetadata]] = {}
-    for key, state in saved_tensors(folder).items():
-        saved.setdefault(key.rpartition(".")[0], {})[key.rpartition(".")[2]] = state
-    states = {
-        name: _empty_states(p.detach(), saved.get(f"optimizer.{names.whole(name)}", {}))
-        for name, p in parameters.items()
-    }
-    step = torch.tensor(0)
-    read_pieces(folder, _pieces(parameters, states, names, buffers) | {"step": [piece_of(step)]})
-    for name, own in states.items():
-        optimizer.load_states(name, own)
-    return int(step)
-
-
-def load_loss_scale(folder: Path, loss_scale: LossScale) -> None:
-    """Go on with the loss scale of a checkpoint of an fp16 program; without one it starts anew."""
-    if loss_scale.enabled and "loss_scale.scale" in saved_tensors(folder):
-        state = loss_scale.state()
-        read_pieces(folder, _of_loss_scale(state))
-        loss_scale.load(state)
-
-
-def _pieces(
-    parameters: Parameters, states: Mapping[str, Mapping[str, Tensor]], names: Names, buffers: Mapping[str, Tensor]
-) -> dict[str, list[Piece]]:
-    """This rank's pieces of model and optimizer, for both directions."""
-    pieces = {f"model.{name}": [piece_of(b)] for name, b in buffers.items()}
-    for name, p in parameters.items():
-        whole = names.whole(name)
-        pieces.setdefault(f"model.{whole}", []).append(names.piece(name, p))
-        for key, state in states[name].items():
-            pieces.setdefault(f"optimizer.{whole}.{key}", []).append(names.piece(name, state))
-    return pieces
-
-
-def _of_loss_scale(state: Mapping[str, Tensor]) -> dict[str, list[Piece]]:
-    return {f"loss_scale.{name}": [piece_of(value)] for name, value in state.items()}
+def _plain(group: str, tensors: Mapping[str, Tensor]) -> dict[str, list[Piece]]:
+    return {f"{group}.{name}": [piece_of(x)] for name, x in tensors.items()}
 
 
 def _empty_states(p: Tensor, saved: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:
     """A tensor to read each saved state of a parameter into: laid out as the parameter, or a counter."""
     return {
-        key: torch.zeros_like(p) if state.size or key != "step" and not p.dim() else _counter(state)
-        for key, state in saved.items()
+        key: torch.zeros_like(p) if found.size or key != "step" and not p.dim() else _empty(found)
+        for key, found in saved.items()
     }
 
 
-def _counter(state: TensorStorageMetadata) -> Tensor:
-    return torch.zeros((), dtype=state.properties.dtype)
+def _empty(found: TensorStorageMetadata) -> Tensor:
+    return torch.empty(found.size, dtype=found.properties.dtype)

@@ -75,7 +75,7 @@ def load_dataset(name: str | None, settings: Settings) -> Dataset:
 
 
 class Loader:
-    """Step k trains on samples k·B … (k+1)·B−1, in the dataset's order or in one shuffled anew each epoch.
+    """Each step trains on the next B samples, in the dataset's order or in one shuffled anew each epoch.
 
     Past the end it goes round. The order depends on the seed alone, never on the plan.
     """
@@ -84,11 +84,11 @@ class Loader:
         self._dataset, self._mesh, self._shuffle, self._seed = dataset, mesh, shuffle, seed
         self._epoch, self._order = -1, torch.empty(0)
 
-    def batch(self, step: int) -> dict[str, Tensor]:
-        """This replica's samples of a step, stacked on dim 0, on the device."""
+    def batch(self, consumed: int) -> dict[str, Tensor]:
+        """This replica's samples of the step after `consumed` samples, stacked on dim 0, on the device."""
         settings = self._mesh.settings
         size = settings.global_batch // settings.dp
-        first = step * settings.global_batch + self._mesh.rank("dp") * size
+        first = consumed + self._mesh.rank("dp") * size
         samples = [self._dataset[self._index(n)] for n in range(first, first + size)]
         return {
             key: torch.stack([torch.as_tensor(sample[key]) for sample in samples]).to(self._mesh.device)

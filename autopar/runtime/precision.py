@@ -88,16 +88,33 @@ def overflow_error(scale: LossScale, loss: float, gradients: Mapping[str, Tensor
 
     gradients: this rank's parts, by original name.
     """
-    own = [name for name, gradient in gradients.items() if not gradient.isfinite().all()]
+    where = "so backward overflows" if math.isfinite(loss) else "so forward overflows"
+    return OverflowError(
+        f"fp16: {scale.skipped} steps in a row were skipped, and the loss scale has come down to {scale.scale:g}, but "
+        f"the gradient of {_shown(not_finite(gradients))} is still not finite. The loss is {loss:g}, {where}: "
+        "mask with torch.finfo(x.dtype).min rather than -1e9, compute that part in float32, or train in bf16"
+    )
+
+
+def not_finite_error(step: int, loss: float, norm: float, gradients: Mapping[str, Tensor]) -> FloatingPointError:
+    """What ends a run whose loss or gradients are not finite, before they change a weight. Every rank calls."""
+    names = not_finite(gradients)
+    bad = f"the gradient of {_shown(names)} is not finite" if names else "each gradient is finite, their norm is not"
+    return FloatingPointError(
+        f"step {step}: the loss is {loss:g} and the gradient norm {norm:g}; {bad}. No weight was changed by this step: "
+        "look at its samples, or go on from the last checkpoint with a smaller --lr or with --clip"
+    )
+
+
+def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Names of all ranks' tensors that are not finite, in the order of the stages. Every rank calls."""
+    own = [name for name, x in tensors.items() if not x.isfinite().all()]
     held: list[Sequence[str]] = [own]
     if dist.get_world_size() > 1:
         held *= dist.get_world_size()
         dist.all_gather_object(held, own)
-    names = list(dict.fromkeys(name for names in held for name in names))
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    where = "so backward overflows" if math.isfinite(loss) else "so forward overflows"
-    return OverflowError(
-        f"fp16: {scale.skipped} steps in a row were skipped, and the loss scale has come down to {scale.scale:g}, but "
-        f"the gradient of {', '.join(names[:_SHOWN])}{more} is still not finite. The loss is {loss:g}, {where}: "
-        "mask with torch.finfo(x.dtype).min rather than -1e9, compute that part in float32, or train in bf16"
-    )
+    return list(dict.fromkeys(name for names in held for name in names))
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

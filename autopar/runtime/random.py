@@ -6,6 +6,9 @@ forward again. That generator is seeded alike on the ranks of cp and tp, differe
 
 from __future__ import annotations
 
+import math
+import random
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,6 +23,24 @@ def seed_generators(seed: int, mesh: Mesh) -> None:
     replica = mesh.rank("pp") * mesh.size("dp") + mesh.rank("dp")
     # Far apart, so that seeds next to each other do not share streams.
     torch.manual_seed((seed * 0x9E3779B97F4A7C15 + replica * 0x632BE59BD9B4E019) % 2**63)
+
+
+def streams() -> dict[str, Tensor]:
+    """Where the default generators of this process are: torch's on CPU and GPU, and Python's."""
+    _, numbers, gauss = random.getstate()
+    python = torch.tensor([*numbers, math.nan if gauss is None else gauss], dtype=torch.float64)
+    found = {"cpu": torch.get_rng_state(), "python": python}
+    return found | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {})
+
+
+def restore_streams(found: Mapping[str, Tensor]) -> None:
+    """Go on where `streams` was called."""
+    if found:
+        torch.set_rng_state(found["cpu"])
+        *numbers, gauss = found["python"].tolist()
+        random.setstate((random.Random.VERSION, tuple(map(int, numbers)), None if math.isnan(gauss) else gauss))
+    if "cuda" in found and torch.cuda.is_available():
+        torch.cuda.set_rng_state(found["cuda"])
 
 
 def dropout(x: Tensor, p: float, training: bool, shards: tuple[str, ...] = ()) -> Tensor:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
+import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import checkpoint
+from .checkpoint import State, resumed_values
 from .compiled import compile_layers
 from .copies import by_name, copied_names, with_copies
 from .data_parallel import distribute, full, local_part
+from .folders import find_checkpoint, refuse_later, write_folder
 from .mesh import init_mesh
 from .norm import kept_buffers, update_statistics
 from .opaque import LeftOut
@@ -25,7 +28,7 @@ from .optimizer import Optimizer, Tied, clip_factor, scale_gradients, square_sum
 from .padding import padded
 from .parameters import Value, buffer, materialise, parameter
 from .pipeline import Batch, make_run
-from .precision import LossScale, compute_dtype, overflow_error
+from .precision import LossScale, compute_dtype, not_finite, not_finite_error, overflow_error
 from .random import seed_generators
 from .settings import Settings
 from .weights import Names, read_weights
@@ -36,19 +39,22 @@ class StepResult:
     """loss: mean over the targets of the global batch. grad_norm: of the whole model, before clipping.
 
     loss_scale: of this step, 1 but in fp16; skipped: its gradients overflowed, so the parameters stay as they were.
+    stop: a rank was asked to end the run.
     """
 
     loss: float
     grad_norm: float
     loss_scale: float = 1.0
     skipped: bool = False
+    stop: bool = False
 
 
 class Trainer:
     """The models of this rank's stages with their data parallelism, optimizer and schedule.
 
     program: the emitted model.py as a module. weights: tensors by original name, a folder with weights.pt
-    (or init.json beside the program), or a folder of `save`, which is resumed. lr: over the plan's.
+    (or init.json beside the program), or a folder of `save`, of which the latest whole checkpoint is resumed.
+    seed: of initialisation and dropout, 0 or a checkpoint's. lr: over the plan's.
     loss_scale: of fp16, where a checkpoint has none.
     """
 
@@ -57,7 +63,7 @@ class Trainer:
         program: ModuleType,
         weights: Path | Mapping[str, Tensor] | None = None,
         *,
-        seed: int = 0,
+        seed: int | None = None,
         lr: float | None = None,
         clip: float | None = None,
         loss_scale: LossScale | None = None,
@@ -66,15 +72,19 @@ class Trainer:
         settings: Settings = program.SETTINGS
         folder = Path(program.__file__ or ".").parent
         weights = folder if weights is None else weights
-        saved = weights if isinstance(weights, Path) and (weights / ".metadata").exists() else None
 
         self.mesh = init_mesh(settings, device)
-        seed_generators(seed, self.mesh)
-        self.settings, self.clip, self.steps = settings, clip, 0
+        self._init = weights.resolve() if isinstance(weights, Path) and weights.resolve() != folder.resolve() else None
+        saved, told = (self._init and find_checkpoint(self._init)) or (None, {})
+        self.steps, self.samples = told.get("step", 0), told.get("samples", 0)  # samples: consumed, by all replicas
+        self.seed: int = told.get("seed", 0) if seed is None else seed
+        self.settings, self.clip, self._stop = settings, clip, False
+        self._saved: tuple[Path, int] | None = None
+        seed_generators(self.seed + self.steps, self.mesh)  # not the dropout masks of the first steps again
         self.models: list[nn.Module] = [program.Model(stage).train() for stage in self.mesh.stages]
         copies = copied_names(self.models, dict(program.TIED))
         self.names = Names({**dict(program.TIED), **copies}, getattr(program, "PARTS", {}))
-        values = checkpoint.resumed_values(saved, folder) if saved else read_weights(weights, folder, seed)
+        values = resumed_values(saved, folder) if saved else read_weights(weights, folder, self.seed)
         value = self.names.value(values)
         groups, ends = getattr(program, "GROUPS", ()), getattr(program, "ENDS", {})
         self.data_parallel = [distribute(m, program.LAYERS, value, self.mesh, groups, ends) for m in self.models]
@@ -96,10 +106,10 @@ class Trainer:
         self.loss_scale = loss_scale if loss_scale and fp16 else LossScale(enabled=fp16)
         self._run = make_run(self.models, self.data_parallel, self.mesh, self.loss_scale)
         self._count_targets = getattr(program, "count_targets", None)
+        self._state = State(self.parameters, self.optimizer, self.names, self.buffers, self.loss_scale)
         if saved:
-            self.steps = checkpoint.load(saved, self.parameters, self.optimizer, self.names, self.buffers)
-            checkpoint.load_loss_scale(saved, self.loss_scale)
-            seed_generators(seed + self.steps, self.mesh)  # not the dropout masks of the first steps again
+            axes = [(told["plan"][axis], getattr(settings, axis)) for axis in ("pp", "dp", "cp", "tp")]
+            self._state.load(saved, all(a == b for a, b in axes) and self.seed == told["seed"])
 
     @property
     def model(self) -> nn.Module:
@@ -111,8 +121,8 @@ class Trainer:
 
         Samples that are shorter than the plan's sequence by plan are padded here, before anything is cut over cp.
         Floating inputs are cast to the compute dtype, as fully_shard's cast_forward_inputs would.
-        Raises ValueError where the batch has other sizes than those planned, OverflowError naming parameters where
-        no loss scale makes their gradients finite.
+        Raises ValueError where the batch has other sizes than those planned, FloatingPointError naming parameters where
+        loss or gradients are not finite, OverflowError where no loss scale makes them so.
         """
         self._check_sizes(batch)
         batch = padded(batch, self.settings)
@@ -129,19 +139,23 @@ class Trainer:
         self._update(result)
         for model in self.models if not result.skipped else ():  # what overflowed is no statistic
             update_statistics(model)
-        self.steps += 1
+        self.steps, self.samples = self.steps + 1, self.samples + self.settings.global_batch
         return result
 
     def _update(self, result: StepResult) -> None:
         """Unscale and clip the gradients and step the optimizer, unless they overflow."""
+        if not self.loss_scale.enabled and not math.isfinite(result.loss + result.grad_norm):
+            raise not_finite_error(self.steps, result.loss, result.grad_norm, self._own_gradients())
         if not result.skipped:
             factor = clip_factor(result.grad_norm, self.clip) / result.loss_scale
             scale_gradients(self.parameters.values(), factor)
             self.optimizer.step()
         self.loss_scale.update(result.skipped)
         if self.loss_scale.hopeless:
-            own = {self.names.original(n): local_part(p.grad) for n, p in self.parameters.items() if p.grad is not None}
-            raise overflow_error(self.loss_scale, result.loss, own)
+            raise overflow_error(self.loss_scale, result.loss, self._own_gradients())
+
+    def _own_gradients(self) -> dict[str, Tensor]:
+        return {self.names.whole(n): local_part(p.grad) for n, p in self.parameters.items() if p.grad is not None}
 
     def gradients(self) -> dict[str, Tensor]:
         """The whole gradients of this stage's parameters after a step, clipped if asked, by original name.
@@ -154,9 +168,25 @@ class Trainer:
         """The whole parameters and persistent buffers of this stage, by original name. Every rank calls."""
         return self._whole({**self.parameters, **self.buffers})
 
-    def save(self, folder: Path) -> None:
-        """Write a checkpoint that any plan can resume; every rank calls."""
-        checkpoint.save(folder, self.parameters, self.optimizer, self.names, self.steps, self.buffers, self.loss_scale)
+    def prepare_saves(self, folder: Path) -> None:
+        """Have SIGTERM end the run after a step. Raises ValueError where DIR has checkpoints of another run."""
+        if folder.resolve() != self._init:  # there the latest whole one was taken: what is later is damaged
+            refuse_later(folder, self.steps)
+        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_stop", True))
+
+    def save(self, folder: Path, keep: int | None = None) -> None:
+        """Write DIR/step-N, which any plan can resume, and keep the latest `keep` (None: all); every rank calls.
+
+        Raises FloatingPointError where a trained parameter is not finite.
+        """
+        if self._saved == (folder, self.steps):
+            return
+        trained = {self.names.whole(n): local_part(p.detach()) for n, p in self.parameters.items() if p.requires_grad}
+        if bad := not_finite(trained):
+            raise FloatingPointError(f"after {self.steps} steps {bad[0]} is not finite: nothing was saved to {folder}")
+        told = {"step": self.steps, "samples": self.samples, "seed": self.seed, "plan": asdict(self.settings)}
+        write_folder(folder, told, self._state.save, keep)
+        self._saved = folder, self.steps
 
     def _whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         whole = {self.names.original(name): full(t) for name, t in tensors.items()}
@@ -219,14 +249,15 @@ class Trainer:
                 setattr(model, f"_count_{i}" if i > 1 else "_count", count)
 
     def _totals(self, loss: Tensor) -> StepResult:
-        """Loss and gradient norm, the same on every rank, by one all-reduce."""
+        """Loss, gradient norm and whether to stop, the same on every rank, by one all-reduce."""
         owned = (p for name, p in self.parameters.items() if name not in self.tied.aliases)
-        totals = torch.stack([loss.double() / self.mesh.size("tp"), square_sum(owned, self.mesh)])
+        stop = torch.tensor(float(self._stop), dtype=torch.float64, device=self.mesh.device)
+        totals = torch.stack([loss.double() / self.mesh.size("tp"), square_sum(owned, self.mesh), stop])
         if self.settings.world_size > 1:
             dist.all_reduce(totals)
         scale = self.loss_scale.scale
         loss_sum, norm = float(totals[0]) / scale, float(totals[1].sqrt()) / scale
-        return StepResult(loss_sum, norm, scale, self.loss_scale.overflows(norm))
+        return StepResult(loss_sum, norm, scale, self.loss_scale.overflows(norm), float(totals[2]) > 0)
 
 
 def _use_cores() -> None:

@@ -127,7 +127,7 @@ def test_trains_with_nothing_but_torch(
 
     # R4: saved with recompute on; the original model, which knows of none, takes them as they are.
     original = model()
-    weights = saved_weights(tmp_path / "saved")
+    weights = saved_weights(tmp_path / "saved" / "step-3")
     assert set(weights) == {name for name, _ in original.named_parameters()}
     missing, unexpected = original.load_state_dict(weights, strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}  # tied: kept under one name

@@ -34,7 +34,8 @@ def global_batches(dp: int, steps: int, **options: Any) -> list[list[int]]:
     for replica in range(dp):
         mesh: Any = SimpleNamespace(settings=settings, device=torch.device("cpu"), rank=lambda _, r=replica: r)
         loaders.append(Loader(Numbers(), mesh, **options))
-    batches: list[list[Tensor]] = [[loader.batch(k)["input_ids"][:, 0] for loader in loaders] for k in range(steps)]
+    starts = range(0, steps * settings.global_batch, settings.global_batch)
+    batches: list[list[Tensor]] = [[loader.batch(n)["input_ids"][:, 0] for loader in loaders] for n in starts]
     return [torch.cat(parts).tolist() for parts in batches]
 
 

@@ -27,7 +27,11 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--steps", type=int, default=100, help="optimizer steps of this run")
     add("--lr", type=float, help="learning rate, constant (default: the plan's)")
-    add("--seed", type=int, default=0, help="of initialisation, dropout and the order of the data")
+    add(
+        "--seed",
+        type=int,
+        help="of initialisation, dropout and the order of the data (default: 0, or as saved)",
+    )
     add("--clip", type=float, help="largest total gradient norm (default: no clipping)")
     add("--loss-scale", type=float, default=65536.0, help="of fp16, at first (default: 65536)")
     add(
@@ -42,18 +46,24 @@ def parse_arguments() -> argparse.Namespace:
         metavar="MODULE:FUNCTION",
         help="gives a map-style dataset of dicts (default: Python's source)",
     )
-    add("--no-shuffle", action="store_true", help="step k trains on samples k·B … (k+1)·B−1")
+    add("--no-shuffle", action="store_true", help="train on the samples in their order")
     add("--log", type=Path, metavar="FILE", help="append a JSON line a step")
     add(
         "--init",
         type=Path,
         metavar="DIR",
         default=HERE,
-        help="start from weights.pt in DIR, or resume a --save",
+        help="start from weights.pt in DIR, or go on from the latest whole checkpoint of a --save",
     )
-    add("--save", type=Path, metavar="DIR", help="write a torch.distributed.checkpoint at the end")
+    add("--save", type=Path, metavar="DIR", help="write a checkpoint, DIR/step-N, at the end and on SIGTERM")
+    add("--save-every", type=int, metavar="N", help="and after every N steps")
+    add("--keep", type=int, metavar="K", help="keep the latest K checkpoints (default: all)")
     add("--measure-memory", action="store_true", help="on a CPU, count live storage (slow)")
-    return parser.parse_args()
+    args = parser.parse_args()
+    counts = [n for n in (args.save_every, args.keep) if n is not None]
+    if counts and (args.save is None or min(counts) < 1):
+        parser.error("--save-every and --keep go with --save, and are 1 or more")
+    return args
 
 
 @record  # torchrun then shows the traceback of the rank that failed first
@@ -64,14 +74,20 @@ def main() -> None:
         scale = LossScale(args.loss_scale, args.growth_interval)
         trainer = Trainer(model, args.init, seed=args.seed, lr=args.lr, clip=args.clip, loss_scale=scale)
         dataset = load_dataset(args.data, model.SETTINGS)
-        loader = Loader(dataset, trainer.mesh, shuffle=not args.no_shuffle, seed=args.seed)
+        loader = Loader(dataset, trainer.mesh, shuffle=not args.no_shuffle, seed=trainer.seed)
+        if args.save:
+            trainer.prepare_saves(args.save)
         for step in range(trainer.steps, trainer.steps + args.steps):
-            batch = loader.batch(step)
+            batch = loader.batch(trainer.samples)
             meter.start()
             result = trainer.step(batch)
             meter.stop(step, result, trainer.mesh)
+            if args.save_every and trainer.steps % args.save_every == 0:
+                trainer.save(args.save, args.keep)
+            if result.stop:
+                break
     if args.save:
-        trainer.save(args.save)
+        trainer.save(args.save, args.keep)
     destroy_process_group()
 
 
