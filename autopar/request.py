@@ -16,8 +16,9 @@ from .cost_models.hardware import Cluster, default_gpu
 from .errors import PlanError
 from .plan import Optimizer, check_precision
 from .trace.example_inputs import default_inputs, longest_sequence
-from .trace.huggingface import is_huggingface
+from .trace.huggingface import huggingface_of
 from .trace.initialise import build_on_meta
+from .trace.signature import keyword_signature
 
 # Elementwise: a shard of the state needs only the shard of the parameter.
 OPTIMIZERS = ("AdamW", "Adam", "SGD", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "ASGD", "Rprop")
@@ -82,6 +83,8 @@ def make_job(
     sequence = _padded_length(tokens, pad_to_multiple_of)
     if inputs is None:
         inputs = _default_inputs(module, sequence)
+    elif inputs.get("use_cache") and huggingface_of(module) is not None:
+        inputs = {**inputs, "use_cache": False}  # of generation
     if loss is not None:
         module = with_loss(module, loss, inputs)
     if global_batch is None:
@@ -116,7 +119,8 @@ def _sequence(model: nn.Module, inputs: Mapping[str, Any] | None, sequence: int 
         return int(max(v.shape[1] for v in [v for v in rows if not v.is_floating_point()] or rows))
     if inputs is not None:
         return 1  # no sequence: images, features
-    longest = longest_sequence(model) if is_huggingface(model) else _LONGEST_DEFAULT
+    inner = huggingface_of(model)
+    longest = _LONGEST_DEFAULT if inner is None else longest_sequence(inner)
     if longest is None:
         return 1
     notes.append(f"sequence={min(longest, _LONGEST_DEFAULT)} (of the model's config)")
@@ -135,12 +139,13 @@ def _padded_length(tokens: int, multiple: int | None) -> int:
 
 
 def _default_inputs(model: nn.Module, sequence: int) -> dict[str, Any]:
-    if not is_huggingface(model):
+    inner = huggingface_of(model)
+    if inner is None:
         raise PlanError(
             f"inputs are missing: {type(model).__name__} is no Hugging Face model, so pass example inputs by keyword, "
             "inputs={'input_ids': ids, 'labels': labels}, labels included (meta tensors will do)"
         )
-    return default_inputs(model, 2, min(sequence, 128))
+    return default_inputs(inner, 2, min(sequence, 128))
 
 
 def with_loss(model: nn.Module, loss: Loss, names: Iterable[str]) -> nn.Module:
@@ -152,10 +157,7 @@ def with_loss(model: nn.Module, loss: Loss, names: Iterable[str]) -> nn.Module:
         outputs = kind.forward(self, **{name: value for name, value in batch.items() if name in accepted})
         return loss(outputs, batch)
 
-    # torch.export wants to see the keywords that it is given.
-    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
-    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    forward.__signature__ = inspect.Signature([own, *parameters])  # type: ignore[attr-defined]
+    forward.__signature__ = keyword_signature(names, "self")  # type: ignore[attr-defined]
     clone = copy.copy(model)
     clone.__class__ = type(kind.__name__, (kind,), {"forward": forward})
     return clone

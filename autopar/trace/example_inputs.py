@@ -32,8 +32,6 @@ def default_inputs(model: nn.Module, batch: int, sequence: int) -> dict[str, Any
     if inputs[main].dim() > 2 and inputs[main].shape[1] == sequence:
         sequence -= 1  # the trace tells the sequence by its length: mel bins are none
     inputs["labels"] = _labels(model, batch, sequence)
-    if "use_cache" in takes:
-        inputs["use_cache"] = False
     return inputs
 
 

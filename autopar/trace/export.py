@@ -25,7 +25,7 @@ from .literals import Literals
 from .loss_shapes import LossShapes
 from .opaque import Opaque
 from .refusals import explain, refuse_size
-from .signature import check_inputs
+from .signature import check_inputs, name_keywords
 from .sizes import check_sizes
 from .source import place_of_error
 
@@ -56,6 +56,7 @@ def trace(
     if fold and not repeats.fold(shadow):
         raise repeats.NotRepeatedError("no list of equal layers")
     example, dims = _example(inputs, dtype)
+    name_keywords(shadow, example)
     opaque = Opaque(model, shadow, dtype)
     fixed = None
     try:

@@ -20,11 +20,34 @@ def is_huggingface(model: nn.Module) -> bool:
     return any(cls.__name__ == "PreTrainedModel" for cls in type(model).__mro__)
 
 
+def huggingface_of(model: nn.Module) -> nn.Module | None:
+    """The transformers model that a module is, or that peft's adapters are put into; None for others."""
+    if is_huggingface(model):
+        return model
+    inside = getattr(model, "get_base_model", None)  # peft's; it need not be installed
+    base = inside() if callable(inside) else None
+    return base if isinstance(base, nn.Module) and is_huggingface(base) else None
+
+
 @contextmanager
 def traceable(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[None]:
     """Within: attention and experts are one op each, so that they can be traced and sharded as a whole."""
-    with one_op_experts(model), _one_op_attention(model, inputs):
+    with one_op_experts(model), _one_op_attention(model, inputs), without_cache(model):
         yield
+
+
+@contextmanager
+def without_cache(model: nn.Module) -> Iterator[None]:
+    """Within: the transformers models in a module return no keys and values for generation, whatever their configs."""
+    found: list[Any] = [m.config for m in model.modules() if is_huggingface(m)]
+    changed = [config for config in found if getattr(config, "use_cache", False)]
+    for config in changed:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in changed:
+            config.use_cache = True
 
 
 @contextmanager
@@ -34,15 +57,15 @@ def _one_op_attention(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[N
     Anything but the plain causal mask (padding, sliding windows, position bias, soft caps) is left to the
     model's own implementation, so nothing is dropped.
     """
-    config: Any = getattr(model, "config", None)
-    if not is_huggingface(model) or getattr(config, "_attn_implementation", "") not in ("sdpa", _NAME):
+    inner: Any = huggingface_of(model)
+    if inner is None or getattr(inner.config, "_attn_implementation", "") not in ("sdpa", _NAME):
         yield
         return
     from transformers import masking_utils
 
-    before, find_packed = config._attn_implementation, masking_utils.find_packed_sequence_indices
+    before, find_packed = inner.config._attn_implementation, masking_utils.find_packed_sequence_indices
     _register()
-    model.set_attn_implementation(_NAME)  # type: ignore[operator]
+    inner.set_attn_implementation(_NAME)
     if "position_ids" not in inputs:
         # Positions that the model makes itself are 0…s−1, never packed; HF cannot see that while tracing
         # and would compare every pair of tokens.
@@ -51,7 +74,7 @@ def _one_op_attention(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[N
         yield
     finally:
         masking_utils.find_packed_sequence_indices = find_packed
-        model.set_attn_implementation(before)  # type: ignore[operator]
+        inner.set_attn_implementation(before)
 
 
 def _register() -> None:

@@ -79,8 +79,6 @@ def _of_config(name: str) -> nn.Module:
     except (OSError, ValueError, KeyError) as error:
         raise PlanError(f"MODEL {name}: {_why_no_config(name, error)}") from error
     kind = _class_of(name, config)
-    if hasattr(config, "use_cache"):
-        config.use_cache = False
     with torch.device("meta"):
         model: nn.Module = kind(config)
     return model

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +27,26 @@ def check_inputs(inputs: Mapping[str, Any]) -> None:
                 f"input {name!r} is a {type(value).__name__} with tensors in it ({keys}): pass each as a keyword of "
                 f"its own, with a module around yours whose forward puts {name} together"
             )
+
+
+def keyword_signature(names: Iterable[str], *first: str) -> inspect.Signature:
+    """Of a function that takes `names` as keywords: torch.export wants to see each, and sees none in **kwargs."""
+    before = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in first]
+    return inspect.Signature([*before, *(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names)])
+
+
+def name_keywords(model: nn.Module, names: Iterable[str]) -> None:
+    """Let a forward that takes inputs as **kwargs, as wrappers do, take each by its name."""
+    forward: Any = model.forward
+    taken = inspect.signature(forward).parameters.values()
+    if {p.name for p in taken if p.kind is not p.VAR_KEYWORD}.issuperset(names):
+        return
+
+    def named(**inputs: Any) -> Any:
+        return forward(**inputs)
+
+    named.__signature__ = keyword_signature(names)  # type: ignore[attr-defined]
+    model.forward = named
 
 
 def keywords(exported: ExportedProgram) -> dict[str, str]:

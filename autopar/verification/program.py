@@ -29,7 +29,7 @@ from ..parity import Parity, train_original
 from ..plan import Plan
 from ..progress import progress
 from ..request import Job
-from ..trace.huggingface import is_huggingface
+from ..trace.huggingface import without_cache
 from ..trace.moe import written_experts
 from ..trace.opaque import opaque_modules
 from .ranks import Task, relative, run_task
@@ -76,7 +76,7 @@ def train_reference(
     """The weights that a model begins with, and what training it gives; PlanError where its loss is no number."""
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
     weights = {name: tensor.detach().clone() for name, tensor in named}
-    with progress(f"training the original for {len(batches)} steps"), written_experts(model):
+    with progress(f"training the original for {len(batches)} steps"), written_experts(model), without_cache(model):
         reference = train_original(model, batches, constants, _optimizer(model, plan))
     if not all(map(math.isfinite, reference["losses"])):
         raise PlanError(f"the model's own losses are {reference['losses']}: there is nothing to compare with")
@@ -85,8 +85,7 @@ def train_reference(
 
 def constants_of(job: Job) -> dict[str, Any]:
     """The inputs that are no tensors."""
-    constants = {name: value for name, value in job.inputs.items() if not isinstance(value, Tensor)}
-    return constants | ({"use_cache": False} if is_huggingface(job.model) else {})
+    return {name: value for name, value in job.inputs.items() if not isinstance(value, Tensor)}
 
 
 def _largest(reports: Sequence[Mapping[str, Any]], reference: Mapping[str, Any]) -> dict[str, Any]:
