@@ -170,6 +170,7 @@ class Trainer:
 
     def prepare_saves(self, folder: Path) -> None:
         """Have SIGTERM end the run after a step. Raises ValueError where DIR has checkpoints of another run."""
+        folder.mkdir(parents=True, exist_ok=True)  # now, if it cannot be made
         if folder.resolve() != self._init:  # there the latest whole one was taken: what is later is damaged
             refuse_later(folder, self.steps)
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_stop", True))

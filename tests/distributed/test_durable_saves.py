@@ -8,6 +8,7 @@ import os
 import runpy
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -37,6 +38,8 @@ class Rows:
             print(i, file=file)
         if i == int(os.environ.get("TERMINATE", -1)):
             os.kill(os.getpid(), signal.SIGTERM)
+        if i == int(os.environ.get("BROKEN", -1)):
+            raise RuntimeError("this sample is broken")
         if i == int(os.environ.get("FULL", -1)):
             resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
         x = torch.randn(8, generator=torch.Generator().manual_seed(i))
@@ -127,6 +130,22 @@ def test_sigterm_of_one_rank_saves_and_ends_well(saved: Path, place: Path) -> No
     assert seen(place) == list(range(16))
 
 
+def test_sigterm_while_a_peer_fails_saves_nothing(saved: Path, place: Path) -> None:
+    """Rank 0 reads sample 8, rank 1 sample 10, of the same step."""
+    with pytest.raises(RankError, match="RuntimeError: this sample is broken"):
+        train(place, saved, "--steps", "50", "--save", "saved", TERMINATE=8, BROKEN=10)
+    assert names(place / "saved") == set()
+
+
+def test_sigterm_under_torchrun(saved: Path, place: Path) -> None:
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--", str(saved / "train.py")]
+    environment = {**os.environ, "TERMINATE": "10", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, *launch, *BASE, "--steps", "50", "--save", "saved"]
+    done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert names(place / "saved") == {"step-3"}
+
+
 def test_another_global_batch_goes_on_at_the_right_sample(saved: Path, place: Path) -> None:
     train(place, saved, "--steps", "3", "--save", "saved")
     other = place / "other"
@@ -211,6 +230,21 @@ def test_a_gradient_that_is_not_finite_is_named_and_changes_nothing(precision: s
         assert not list(tmp_path.iterdir())
 
     run_ranks(2, on_rank)
+
+
+def test_a_truncated_file_and_one_of_another_step_are_refused_by_train(saved: Path, place: Path) -> None:
+    train(place, saved, "--steps", "3", "--save", "saved", "--save-every", "1")
+    mixed, truncated = place / "saved" / "step-3", place / "saved" / "step-2"
+    shutil.copy(truncated / "__1_0.distcp", mixed)
+    for folder, words in ((mixed, "its hash is not the manifest's"), (truncated, r"\d+ bytes of \d+")):
+        if folder is truncated:
+            with (folder / "__0_0.distcp").open("r+b") as file:
+                file.truncate(1000)
+        with pytest.raises(RankError, match=rf"{folder.name}/__\d_0.distcp is damaged, or of another save: {words}"):
+            train(place, saved, "--steps", "1", "--init", f"saved/{folder.name}")
+    (place / "log.jsonl").unlink()
+    train(place, saved, "--steps", "1", "--init", "saved")
+    assert json.loads((place / "log.jsonl").read_text())["step"] == 1
 
 
 # --------------------------------------------------------------------------------

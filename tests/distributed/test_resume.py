@@ -196,3 +196,16 @@ def test_resumed_is_never_stopped(case: Case, tmp_path: Path) -> None:
         exact = 0.0 if plan is case.saved else 1e-9
         for run in resumed:
             assert run.losses == pytest.approx(first[0].losses, rel=exact, abs=0.0)
+
+
+@pytest.mark.slow
+def test_with_dropout_the_same_plan_goes_on_with_its_random_numbers(tmp_path: Path) -> None:
+    """Streams differ over the stages and replicas, and shards draw apart; another plan draws others."""
+    made = programs.gpt(FP64, layers=2, dropout=0.3)
+    save_tensors(tmp_path / "weights.pt", made.weights)
+    saved = tmp_path / "saved"
+    first = _train(made, ALL, tmp_path, saved, resume=False)
+    same = _train(made, ALL, tmp_path, saved, resume=True)
+    assert [run.losses for run in same] == [run.losses for run in first]
+    other = _train(made, PP2, tmp_path, saved, resume=True)
+    assert other[0].losses[0] != first[0].losses[0]
