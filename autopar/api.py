@@ -21,10 +21,13 @@ from .cost_models.opaque import opaque_note
 from .cost_models.step_time import Estimate
 from .emit.emission import Predicted
 from .emit.load import load_source
+from .emit.opaque import pack_opaque
 from .emit.project import save_project, save_tensors
 from .emit.source import model_source
+from .emit.text import fenced
 from .errors import PlanError
 from .ir.graph import B, Program, S
+from .ir.identifiers import printable
 from .ir.unread import unread_note
 from .parity import Parity
 from .passes.islands import islands_note
@@ -137,7 +140,7 @@ class Parallelized:
         notes = [f"opaque: {note}" for note in self._opaque] + unread_note(self.program)
         notes += [f"checks: left out at {where}, for all it could do is raise" for where in self.program.checks]
         notes += [f"default: {note}" for note in self.job.notes]
-        return table + "".join(f"\n {note}" for note in notes)
+        return printable(table + "".join(f"\n {note}" for note in notes))
 
     @cached_property
     def _opaque(self) -> list[str]:
@@ -150,7 +153,7 @@ class Parallelized:
         whole = [f"opaque: {name} is kept whole: {call.reason}" for name, call in self.program.opaque.items()]
         over_cp = [note] if (note := context_note(self.program, self.plan.context)) else []
         opaque = [*(f"opaque: {note}" for note in self._opaque), *whole]
-        return "\n".join([explain(self.result), *over_cp, *opaque, *self._islands])
+        return printable("\n".join([explain(self.result), *over_cp, *opaque, *self._islands]))
 
     @property
     def _islands(self) -> list[str]:
@@ -177,12 +180,16 @@ class Parallelized:
     def source(self, plan: Plan | None = None) -> str:
         """The text of model.py."""
         plan = plan or self.plan
-        return model_source(compile_program(self.program, plan), plan, self._predicted(plan), str(self))
+        return self._source(plan, b"")
+
+    def _source(self, plan: Plan, opaque: bytes) -> str:
+        return model_source(compile_program(self.program, plan), plan, self._predicted(plan), str(self), opaque)
 
     def save(self, folder: str | Path, plan: Plan | None = None) -> Path:
         """Write the program: model.py, train.py, runtime/, plan.yaml, weights and launch files."""
         folder, plan = Path(folder), plan or self.plan
-        source = self.source(plan)
+        opaque = pack_opaque(opaque_modules(self.program, self.job.model))
+        source = self._source(plan, opaque)
         if self.weights.missing:
             names = ", ".join(self.weights.missing[:3])
             print(f"{len(self.weights.missing)} parameters ({names}, …) have no values: train with --init DIR")
@@ -192,9 +199,9 @@ class Parallelized:
             plan,
             self.weights,
             name=self.job.name,
-            summary=f"```\n{self}\n```\n\n```\n{self.explain()}\n```",
+            summary=f"{fenced(str(self))}\n\n{fenced(self.explain())}",
             gpus_per_node=self.job.cluster.hardware.gpus_per_node,
-            opaque=opaque_modules(self.program, self.job.model),
+            opaque=opaque,
         )
         keep_original(folder, self.job, self.program)
         return folder

@@ -14,6 +14,7 @@ from torch import nn
 
 from .cost_models.hardware import Cluster, default_gpu
 from .errors import PlanError
+from .ir.identifiers import identifier
 from .plan import Optimizer, check_precision
 from .trace.example_inputs import default_inputs, longest_sequence
 from .trace.huggingface import huggingface_of
@@ -50,7 +51,8 @@ class Job:
 
     @property
     def name(self) -> str:
-        return type(self.model).__name__
+        """The name of the model's class, as an identifier."""
+        return identifier(type(self.model).__name__, "Model")
 
 
 def make_job(

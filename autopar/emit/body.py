@@ -19,7 +19,7 @@ from .lines import WIDTH, Line, rendered
 from .local_names import line_name
 from .names import value_name
 from .roles import Roles, is_bias_add, is_postfix
-from .text import Text
+from .text import Text, quoted
 
 aten = torch.ops.aten
 
@@ -217,8 +217,7 @@ def _again(node: fx.Node, values: Sequence[str]) -> str:
     called = ", ".join([f"self.{node.kwargs['method']}", *values])
     if node.kwargs["always"]:
         return f"checkpoint({called}, use_reentrant=False)"
-    name = node.kwargs["name"]
-    return f'self._again("{name}", {called})'
+    return f"self._again({quoted(str(node.kwargs['name']))}, {called})"
 
 
 def sizes_in(ops: Sequence[fx.Node]) -> set[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,9 +15,9 @@ from ..ir.ops import is_collective
 from ..ir.unread import unread_buffers, unread_parameters
 from ..plan import Plan
 from . import again, groups
-from .emission import Emission, dict_text, tuple_text
+from .emission import Emission, tuple_text
 from .layer_runs import lists
-from .text import size_text
+from .text import is_plain_part, literal, quoted, size_text
 
 _INDENT = "    "
 
@@ -27,16 +28,16 @@ def constants(e: Emission, paths: bool) -> str:
     settings = [
         f"pp={mesh.pp}, dp={mesh.dp}, cp={mesh.cp}, tp={mesh.tp}",
         f"global_batch={plan.global_batch}, micro_batch={plan.micro_batch}, sequence={plan.sequence}",
-        f'schedule="{plan.schedule}", {_sharding(plan)}, precision="{plan.precision}"',
+        f"schedule={quoted(plan.schedule)}, {_sharding(plan)}, precision={quoted(plan.precision)}",
         f"stages={tuple_text([str(stage) for stage in plan.stages], quote=False)}",
-        f'optimizer="{plan.optimizer.name}", optimizer_kwargs={dict_text(plan.optimizer.kwargs)}',
+        f"optimizer={quoted(plan.optimizer.name)}, optimizer_kwargs={literal(plan.optimizer.kwargs)}",
     ]
     settings += ["compile=True"] if plan.compile else []
     if plan.reduce_dtype:
-        settings.append(f'reduce_dtype="{plan.reduce_dtype}"')
+        settings.append(f"reduce_dtype={quoted(plan.reduce_dtype)}")
     settings += ["zigzag=True"] if e.program.zigzag else []
     if e.program.padding:
-        rows = [f'("{p.input}", {p.dim}, {p.value})' for p in e.program.padding]
+        rows = [literal((p.input, p.dim, p.value)) for p in e.program.padding]
         settings.append(f"padded_from={plan.padded_from}, padding={tuple_text(rows, quote=False)}")
     settings += _data_settings(e)
     if e.predicted.step_s is not None:
@@ -48,11 +49,12 @@ def constants(e: Emission, paths: bool) -> str:
     lines += _ends(e)
     if paths:
         lines.append(f"PATHS = {tuple_text([call.path for call in e.program.layer_calls])}  # of the layers")
-    tied = [f'("{alias}", "{original}")' for alias, original in {**e.on_several_stages(), **e.tied()}.items()]
+    tied = [literal(pair) for pair in {**e.on_several_stages(), **e.tied()}.items()]
     lines += _rows("TIED", tied, "(alias, original)")
     if e.program.opaque:
         e.imports.add("opaque.OpaqueModules")
-        lines.append("OPAQUE = OpaqueModules(__file__)  # modules that are kept whole: their classes are in opaque.pt")
+        lines.append("# Modules that are kept whole: their classes are in opaque.pt, of this hash.")
+        lines.append(f"OPAQUE = OpaqueModules(__file__, {quoted(hashlib.sha256(e.opaque).hexdigest())})")
         lines += _optional(e)
     lines += again.constant(e.program) + groups.constant(e.program)
     lines += _fused_constants(e)
@@ -64,7 +66,7 @@ def constants(e: Emission, paths: bool) -> str:
         lines += [*(f"{_INDENT}{row}," for row in unused), ")"]
     if e.plan.optimizer.groups:
         lines += ["# (parameter names, options over the optimizer's)", "PARAMETER_GROUPS = ("]
-        lines += [f"    ({tuple_text(names)}, {dict_text(own)})," for names, own in _groups(e)]
+        lines += [f"    ({tuple_text(names)}, {literal(own)})," for names, own in _groups(e)]
         lines.append(")")
     return "\n".join(lines)
 
@@ -106,11 +108,11 @@ def _optional(e: Emission) -> list[str]:
     for paths, refs in read.items():
         free = [[ref for ref in refs if tied.get(path + ref, path + ref) not in elsewhere] for path in paths]
         if paths == ("",) or any(of_path != free[0] for of_path in free):
-            rows += [f'"{path}{ref}"' for path, of_path in zip(paths, free, strict=True) for ref in of_path]
+            rows += [quoted(path + ref) for path, of_path in zip(paths, free, strict=True) for ref in of_path]
         elif free[0]:
             short = _paths([path.rstrip(".") for path in paths])
             rows += ["*(", f'{_INDENT}f"{{path}}.{{name}}"', f"{_INDENT}for path in {short}", f"{_INDENT}for name in ("]
-            rows += [*(f'{_INDENT * 2}"{ref}",' for ref in free[0]), f"{_INDENT})", ")"]
+            rows += [*(f"{_INDENT * 2}{quoted(ref)}," for ref in free[0]), f"{_INDENT})", ")"]
     lines = [_INDENT + (row if row.startswith(("*(", _INDENT)) else f"{row},") for row in rows]
     return ["OPTIONAL = (  # parameters that only these modules read", *lines, ")"] if rows else []
 
@@ -152,7 +154,7 @@ def _unused(e: Emission) -> list[str]:
 
     def row(name: str, tensor: TensorInfo, *dtype: torch.dtype) -> str:
         shape = tuple_text([size_text(size) for size in tensor.shape], quote=False)
-        return f'("{name}", {", ".join([shape, *map(str, dtype)])})'
+        return f"({quoted(name)}, {', '.join([shape, *map(str, dtype)])})"
 
     program = e.program
     buffers = [(name, program.persistent[name]) for name in unread_buffers(program)]
@@ -197,7 +199,7 @@ def _part_rows(e: Emission, call: Call) -> list[str]:
             length = int(e.program.parameters[part].shape[fused.dim])
             if relative in refs:
                 whole = original.removeprefix(f"{call.path}.") if call.path else original
-                rows.append(f'("{relative}", "{whole}", {fused.dim}, {start}, {length})')
+                rows.append(literal((relative, whole, fused.dim, start, length)))
             start += length
     return rows
 
@@ -210,6 +212,6 @@ def _reads_input(node: Any) -> bool:
 
 def _paths(paths: Sequence[str]) -> str:
     parent = paths[0].rpartition(".")[0]
-    if list(paths) == [f"{parent}.{i}" for i in range(len(paths))]:
+    if list(paths) == [f"{parent}.{i}" for i in range(len(paths))] and all(map(is_plain_part, parent.split("."))):
         return f'(f"{parent}.{{i}}" for i in range({len(paths)}))'
     return tuple_text(paths)

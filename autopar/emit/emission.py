@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import keyword
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import fx
 
@@ -18,7 +16,7 @@ from .comments import placement_text
 from .idioms import Idioms
 from .placement_table import local_shape
 from .roles import Roles
-from .text import attribute, size_text
+from .text import attribute, quoted, size_text
 
 _SHAPES = 48  # the width of a comment beside a method's arguments
 
@@ -36,11 +34,13 @@ class Predicted:
 
 @dataclass
 class Emission:
-    """One emission of model.py. `names`: value that passes between calls → its Python name."""
+    """One emission of model.py. `names`: value that passes between calls → its Python name. opaque: what is packed of
+    modules that are kept whole."""
 
     program: Program
     plan: Plan
     predicted: Predicted
+    opaque: bytes = b""
     imports: set[str] = field(default_factory=set)
     names: dict[str, str] = field(default_factory=dict)
     functions: dict[str, str] = field(default_factory=dict)
@@ -105,11 +105,13 @@ class Emission:
         if facts.role is Role.BUFFER and self.is_statistic(node):
             path, _, name = facts.ref.rpartition(".")
             self.imports.add("norm.statistics")
-            return f'statistics(self, "{path}", {facts.shape[0]}, {facts.dtype})' if name == "running_mean" else ""
+            return (
+                f"statistics(self, {quoted(path)}, {facts.shape[0]}, {facts.dtype})" if name == "running_mean" else ""
+            )
         if facts.role is Role.BUFFER:
             self.imports.add("parameters.buffer")
             kept = ", persistent=True" * self._is_among(node, self.program.persistent)
-            return f'buffer(self, "{facts.ref}", {shape}, {facts.dtype}{kept})'
+            return f"buffer(self, {quoted(facts.ref)}, {shape}, {facts.dtype}{kept})"
         shard = f", shard={facts.placement.dim}" if facts.placement.is_shard else ""
         frozen = "" if facts.requires_grad else ", frozen=True"
         other = self._tied_before(node)
@@ -117,9 +119,9 @@ class Emission:
             return ""  # used again where it has been declared
         if other:
             self.imports.add("parameters.tie")
-            return f'tie(self, "{facts.ref}", "{other}", {shape}{shard}{frozen})'
+            return f"tie(self, {quoted(facts.ref)}, {quoted(other)}, {shape}{shard}{frozen})"
         self.imports.add("parameters.parameter")
-        return f'parameter(self, "{facts.ref}", {shape}{shard}{frozen})'
+        return f"parameter(self, {quoted(facts.ref)}, {shape}{shard}{frozen})"
 
     def is_statistic(self, node: fx.Node) -> bool:
         """Whether a buffer is a running mean or variance, which training changes."""
@@ -131,11 +133,7 @@ class Emission:
 
     def access(self, node: fx.Node) -> str:
         facts = info(node)
-        path = f"self{attribute(facts.ref)}"
-        parts = facts.ref.split(".")
-        if parts[0].isdigit() or any(map(keyword.iskeyword, parts)):  # a child of the class itself is in no container
-            kind = "buffer" if facts.role is Role.BUFFER else "parameter"
-            path = f'self.get_{kind}("{facts.ref}")'
+        path = attribute(facts.ref, "buffer" if facts.role is Role.BUFFER else "parameter")
         if facts.role is Role.BUFFER or self.plan.mesh.tp == 1:
             return path
         function = "summed" if facts.placement.kind is Kind.GRAD_PARTIAL else "local"
@@ -178,10 +176,5 @@ def tuple_text(items: Sequence[str], quote: bool = True) -> str:
     """Source of a tuple of strings, or (quote=False) of expressions."""
     if not items:
         return "()"
-    shown = [f'"{item}"' if quote else item for item in items]
+    shown = [quoted(item) if quote else item for item in items]
     return f"({shown[0]},)" if len(shown) == 1 else f"({', '.join(shown)})"
-
-
-def dict_text(values: Mapping[str, Any]) -> str:
-    """Source of a dict of plain values."""
-    return "{" + ", ".join(f'"{k}": {v!r}' for k, v in values.items()) + "}"

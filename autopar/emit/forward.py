@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from ..errors import PlanError
@@ -11,7 +10,7 @@ from ..recompute import Again, by_layer
 from .body import sizes_in
 from .emission import Emission
 from .groups import group_of_layer, method_name
-from .layer_runs import Run, layers_text, parent, path_text, runs
+from .layer_runs import Run, layers_text, number_text, parent, path_text, runs
 from .names import loop_name
 from .text import attribute
 
@@ -151,9 +150,7 @@ def group_methods(e: Emission) -> list[list[str]]:
 
 def _single(e: Emission, run: Run) -> list[str]:
     call = e.program.layer_calls[run.start]
-    layer = f"self{attribute(call.path)}"
-    if call.path[:1].isdigit():
-        layer = f'self.get_submodule("{call.path}")'
+    layer = attribute(call.path, "submodule")
     if e.program.is_between(call.block):
         layer = f"self._{call.block}"
     line = f"{_given(e, call)} = {layer}({arguments(e, call)})"
@@ -169,7 +166,7 @@ def _loop(e: Emission, run: Run) -> list[str]:
     whole = [c for c in e.program.layer_calls if parent(c) == own and not e.program.is_between(c.block)]
     once = len({c.path for c in whole}) == len(whole) == len(calls)
     if once and _is_regular(e, run) and (_alone(e) or _only_list(e, run)):
-        loop = f"for {layer} in self{attribute(own)}.children():"
+        loop = f"for {layer} in {attribute(own, 'submodule')}.children():"
     else:
         loop = f"for {index} in {layers_text(e.program, run)}:"
         layer = _layer_at(e, run, index)
@@ -179,16 +176,15 @@ def _loop(e: Emission, run: Run) -> list[str]:
 def _is_regular(e: Emission, run: Run) -> bool:
     """Whether the layers of a run are members of a list by their numbers."""
     own = parent(e.program.layer_calls[run.start])
-    return own != "" and not own[0].isdigit() and "PATHS" not in path_text(e.program, run, "i")
+    return own != "" and not own[0].isdigit() and number_text(e.program, run, "i") is not None
 
 
 def _layer_at(e: Emission, run: Run, index: str) -> str:
     """The layer of a run by its index, as source."""
-    path = path_text(e.program, run, index)
-    place = re.search(r"\{(.*)\}", path)
-    if _is_regular(e, run) and place:
-        return f"self{attribute(parent(e.program.layer_calls[run.start]))}[{place[1]}]"
-    return f"self.get_submodule({path})"
+    if _is_regular(e, run):
+        own = attribute(parent(e.program.layer_calls[run.start]), "submodule")
+        return f"{own}[{number_text(e.program, run, index)}]"
+    return f"self.get_submodule({path_text(e.program, run, index)})"
 
 
 def _only_list(e: Emission, run: Run) -> bool:

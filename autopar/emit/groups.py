@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..ir.graph import Program
 from ..recompute import Again
+from .emission import tuple_text
 from .layer_runs import Run, offset, parent
 
 
@@ -29,7 +30,7 @@ def _row(program: Program, again: Again) -> str:
     less = offset(program, Run(again.start, again.stop))
     if less is None:
         groups = [tuple(paths[i : i + again.group]) for i in range(0, len(paths), again.group)]
-        return f"{', '.join(map(str, groups))},".replace("'", '"')
+        return f"{', '.join(map(tuple_text, groups))},"
     path = f"{parent(program.layer_calls[again.start])}.{{i}}".lstrip(".")
     firsts = f"range({again.start - less}, {again.stop - less}, {again.group})"
     return f'[f"{path}" for i in range(first, first + {again.group})] for first in {firsts}'

@@ -6,6 +6,7 @@ from ..ir.graph import Program
 from ..plan import Plan
 from ..recompute import summary
 from .emission import Predicted
+from .text import docstring as docstring_lines
 
 _TYPES = """\
 on tp      Shard(d): each rank has a slice of dim d; Replicate: each has all of it; Partial: each has a
@@ -36,7 +37,7 @@ def docstring(program: Program, plan: Plan, predicted: Predicted, table: str) ->
         ),
     ]
     parts += [table.strip()] if table.strip() else []
-    return '"""' + "\n\n".join(parts).replace("\\", "\\\\").replace('"""', "'''") + '\n"""'
+    return "\n".join(docstring_lines(parts[0], "\n\n".join(parts[1:]).split("\n")))
 
 
 def _on_cp(program: Program, plan: Plan) -> str:

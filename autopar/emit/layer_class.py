@@ -14,6 +14,7 @@ from .names import class_name, value_name
 from .placement_table import placement_table
 from .recomputed import Folded, Part
 from .regions import Region, regions
+from .text import docstring
 
 _LONG = 25  # lines of a body that is better read as several methods
 
@@ -25,7 +26,7 @@ def layer_class(e: Emission, block: Block) -> str:
     declared = [text for n in block.placeholders(Role.PARAMETER, Role.BUFFER) if (text := e.declare(n))]
     lines = [
         f"class {class_name(block.name, e.program)}(nn.Module):",
-        *_docstring(e, block, names),
+        *(f"    {line}".rstrip() for line in _docstring(e, block, names)),
         "",
         f"    def __init__(self{', recompute' if flagged else ''}):",
         "        super().__init__()",
@@ -120,10 +121,9 @@ def _docstring(e: Emission, block: Block, names: Mapping[fx.Node, str]) -> list[
     first = f"{_count_text(calls)}{_layout(e, calls)}."
     parameters = block.placeholders(Role.PARAMETER)
     if e.plan.mesh.tp == 1 or not parameters:
-        return [f'    """{first}"""']
+        return docstring(first)
     values = [(name, info(node)) for node, name in names.items() if info(node).requires_grad]
-    table = placement_table(parameters, values, e.plan.mesh.tp)
-    return [f'    """{first}', "", *(f"    {row}" for row in table), '    """']
+    return docstring(first, placement_table(parameters, values, e.plan.mesh.tp))
 
 
 def _layout(e: Emission, calls: Sequence[Call]) -> str:

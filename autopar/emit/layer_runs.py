@@ -8,6 +8,8 @@ from itertools import pairwise
 from typing import Any
 
 from ..ir.graph import Call, Program
+from ..ir.identifiers import is_index
+from .text import is_plain_part, quoted
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,11 @@ def parent(call: Call) -> str:
 
 
 def offset(program: Program, run: Run) -> int | None:
-    """What to take from the place of a run's layer to have its number in the list; None where it is not so."""
+    """What to take from the place of a run's layer to have its number in the list; None where its path has none, or is
+    not to be written between others."""
     paths = [call.path for call in program.layer_calls[run.start : run.stop]]
     before, _, first = paths[0].rpartition(".")
-    if not first.isdigit():
+    if not all(map(is_plain_part, paths[0].split("."))) or not is_index(first):
         return None
     numbers = range(int(first), int(first) + len(run))
     return run.start - int(first) if paths == [f"{before}.{i}".lstrip(".") for i in numbers] else None
@@ -59,13 +62,18 @@ def path_text(program: Program, run: Run, index: str) -> str:
     """The path of layer `index` of a run, as source: f"model.layers.{i}"."""
     calls = program.layer_calls[run.start : run.stop]
     if len(calls) == 1:
-        return f'"{calls[0].path}"'
-    less = offset(program, run)
-    if less is None:
+        return quoted(calls[0].path)
+    if (number := number_text(program, run, index)) is None:
         return f"PATHS[{index}]"
-    less = 0 if len(program.stages) == 1 else less
-    shown = index if not less else f"{index} - {less}" if less > 0 else f"{index} + {-less}"
-    return f'f"{parent(calls[0])}.{{{shown}}}"' if parent(calls[0]) else f"str({shown})"
+    return f'f"{parent(calls[0])}.{{{number}}}"' if parent(calls[0]) else f"str({number})"
+
+
+def number_text(program: Program, run: Run, index: str) -> str | None:
+    """The number in its list of layer `index` of a run, as source: i - 2; None where the layers have none."""
+    less = offset(program, run)
+    if less is None or len(program.stages) == 1:
+        return None if less is None else index
+    return index if not less else f"{index} - {less}" if less > 0 else f"{index} + {-less}"
 
 
 def layers_text(program: Program, run: Run) -> str:

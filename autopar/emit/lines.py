@@ -22,6 +22,9 @@ class Line:
     minor: bool = False
     ends: bool = False
 
+    def __post_init__(self) -> None:
+        assert self.comment.isprintable(), "a comment is one line"
+
 
 def rendered(lines: Sequence[Line]) -> list[str]:
     """Lines with their comments: behind them, or before where that is too long, once for several of the same."""

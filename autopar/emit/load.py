@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import re
 from collections.abc import Mapping
 from types import ModuleType
 
@@ -14,7 +15,7 @@ def load_source(source: str, name: str = "model", opaque: Mapping[str, OpaqueMod
 
     opaque: the modules that it keeps whole, which a saved program has beside it.
     """
-    text = source.replace("from runtime.", "from autopar.runtime.")
+    text = re.sub(r"^from runtime\.", "from autopar.runtime.", source, flags=re.MULTILINE)
     filename = f"<{name}>/model.py"  # no folder: its weights are given, not read
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
     module = ModuleType(name)

@@ -11,7 +11,7 @@ from .forward import forward, group_methods, table_sizes
 from .layer_runs import Run, layers_text, offset, parent, path_text, runs
 from .names import class_name
 from .placement_table import placement_table
-from .text import size_text
+from .text import docstring, size_text
 
 
 def model_class(e: Emission) -> str:
@@ -24,7 +24,7 @@ def model_class(e: Emission) -> str:
     ranges = _range_method() if any("self._range(" in line for line in code) else []
     lines = [
         "class Model(nn.Module):",
-        *_docstring(e, between),
+        *(f"    {line}".rstrip() for line in _docstring(e, between)),
         "",
         "    def __init__(self, stage=0):",
         "        super().__init__()",
@@ -56,9 +56,8 @@ def _docstring(e: Emission, between: Sequence[str]) -> list[str]:
     outside = [name for name in (PROLOGUE, *between, EPILOGUE) if name in blocks]
     parameters = {info(n).ref: n for name in outside for n in blocks[name].placeholders(Role.PARAMETER)}
     if e.plan.mesh.tp == 1 or not parameters:
-        return [f'    """{first}"""']
-    table = placement_table(list(parameters.values()), [], e.plan.mesh.tp)
-    return [f'    """{first}', "", *(f"    {row}" for row in table), '    """']
+        return docstring(first)
+    return docstring(first, placement_table(list(parameters.values()), [], e.plan.mesh.tp))
 
 
 def _range_method() -> list[str]:
@@ -110,7 +109,7 @@ def _new_layers(e: Emission, run: Run) -> list[str]:
     alone = len(e.program.stages) == 1
     if len(run) == 1:
         flag = again.flag(e.program, block, str(run.start))
-        line = f'submodule(self, "{e.program.layer_calls[run.start].path}", {name}({flag}))'
+        line = f"submodule(self, {path_text(e.program, run, 'i')}, {name}({flag}))"
         return [line] if alone else [f"if self._start <= {run.start} < self._stop:", f"    {line}"]
     less = offset(e.program, run) if alone else None
     flag = again.flag(e.program, block, f"i{f' + {less}' if less else ''}")
@@ -130,7 +129,7 @@ def _method(e: Emission, block: Block) -> list[str]:
     arguments = ", ".join(names.values() or [*map(str, table_sizes(e)), "device"])
     return [
         f"    def _{block.name}(self, {arguments}):{e.shapes(names)}",
-        f'        """{_purpose(e, block)}"""',
+        *(f"        {line}" for line in docstring(_purpose(e, block))),
         *(f"        {line}".rstrip() for line in body.returned()),
     ]
 

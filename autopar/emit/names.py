@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import keyword
-import re
+import builtins
 from collections.abc import Container
 
+from torch import nn
+
 from ..errors import PlanError
-from ..ir.graph import Program, Role, info
+from ..ir.graph import COUNTS, Program, Role, info
+from ..ir.identifiers import identifier, is_plain
 from ..ir.ops import COLLECTIVES
 from ..recompute import by_layer
 
@@ -16,24 +18,23 @@ _GLOBALS = frozenset({
     "SETTINGS", "LAYERS", "TIED", "RECOMPUTE", "GROUPS", "PARTS", "UNUSED", "OPAQUE", "OPTIONAL", "PARAMETER_GROUPS",
     "parameter", "buffer", "tie", "submodule", "local", "summed", "statistics",
     "embedding", "cross_entropy", "batch_norm", "dropout", "attention",
-    "PATHS", "rotate", "range", "super", "staticmethod", "max", "min", "float", *COLLECTIVES,
+    "PATHS", "rotate", "range", "super", "staticmethod", "max", "min", "float", "str", "dict", *COLLECTIVES,
+    "ENDS", "head_of", "experts", "ring_attention", "gathered_attention", "linear_cross_entropy", "OpaqueModules",
 })  # fmt: skip
-_RESERVED = _GLOBALS | {"b", "s", "device", "self", "received", "layer", "i"}
+_RESERVED = _GLOBALS | {"b", "s", "device", "self", "received", "layer", "i", "_"}
 _OF_MODEL = (
     "_count", "_first", "_last", "_start", "_stop", "_prologue", "_epilogue", "_tables", "_between",
     "_range", "_layers", "between_stages",
 )  # fmt: skip
-_OF_FORWARD = ("self", "range", "checkpoint", "max", "min", "PATHS")  # what Model.forward calls; it keeps input names
+# What Model.forward calls; it keeps the names of inputs.
+_OF_FORWARD = ("self", "range", "checkpoint", "max", "min", "str", "PATHS")
 _OF_RECOMPUTED_LAYER = ("_recompute", "_layer", "_again")
 _INSTEAD = {"embedding": "embedded", "attention": "attn", "cross_entropy": "loss"}
 
 
 def value_name(base: str, taken: Container[str]) -> str:
     """An identifier for a value: the base, or with a number where the base is taken."""
-    base = _INSTEAD.get(base, re.sub(r"\W", "_", base) or "value")
-    if keyword.iskeyword(base):
-        base = f"{base}_"
-    return _unlike(f"v{base}" if base[0].isdigit() else base, _RESERVED, taken)
+    return _unlike(_INSTEAD.get(base, identifier(base, "v")), _RESERVED, taken)
 
 
 def argument_name(name: str) -> str:
@@ -43,7 +44,8 @@ def argument_name(name: str) -> str:
 
 def class_name(block: str, program: Program) -> str:
     """The Python class of a layer block."""
-    return block if block not in _GLOBALS else _unlike(f"{block}Layer", _GLOBALS, program.blocks)
+    taken = _GLOBALS | set(dir(builtins))
+    return block if block not in taken else _unlike(f"{block}Layer", taken, program.blocks)
 
 
 def loop_name(name: str, program: Program) -> str:
@@ -52,12 +54,20 @@ def loop_name(name: str, program: Program) -> str:
 
 
 def check_attributes(program: Program) -> None:
-    """PlanError where the emitted classes would lose an attribute of the model to one of their own."""
+    """PlanError where the emitted classes would lose an attribute of the model to one of their own or of nn.Module.
+
+    So where an input cannot be an argument.
+    """
     reserved = (*_OF_MODEL, *{f"_{call.block}": 0 for call in program.layer_calls if program.is_between(call.block)})
+    of_modules = set(dir(nn.Module()))
     for name in (*program.parameters, *program.buffers):
-        if name.partition(".")[0] in reserved:
+        if name.partition(".")[0] in reserved or COUNTS.fullmatch(name.rpartition(".")[2]):
             raise _clash(program, name, reserved)
+        if taken := of_modules.intersection(name.split(".")):
+            raise PlanError(f"{name!r} of {program.name}: every nn.Module has an attribute {taken.pop()}: rename it")
     for name in program.inputs:
+        if not is_plain(name):
+            raise PlanError(f"the input {name!r} of {program.name} cannot be an argument in Python: rename it")
         if name in _OF_FORWARD:
             raise _clash(program, f"the input {name}", _OF_FORWARD)
     for layer in by_layer(program.recompute):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from ..ir.graph import Role, info
 from ..placement import REPLICATE
 from ..runtime.opaque import FILE, Applied, OpaqueModule
 from .op import Op
-from .text import Text
+from .text import Text, attribute, quoted
 
 
 def opaque_call(op: Op) -> Text:
@@ -31,30 +32,32 @@ def opaque_call(op: Op) -> Text:
             raise PlanError(f"{name} cannot be traced, and several layers share it: give each layer one of its own")
         if info(node).placement != REPLICATE:
             raise PlanError(f"{info(node).ref} of {name}, which is kept whole, is not whole on each GPU: use tp=1")
-    arguments = ", ".join([_holder(info(op.node).module) if own else "self", *map(op.show, tensors[:given])])
-    return Text(f'OPAQUE["{name}"]({arguments})', imports=frozenset({"opaque.OpaqueModules"}))
+    module = info(op.node).module if own else ""
+    arguments = ", ".join([attribute(module, "submodule") if module else "self", *map(op.show, tensors[:given])])
+    return Text(f"OPAQUE[{quoted(name)}]({arguments})", imports=frozenset({"opaque.OpaqueModules"}))
 
 
-def _holder(module: str) -> str:
-    """The attribute that has the module's parameters."""
-    if any(part.isdigit() for part in module.split(".")):
-        return f'self.get_submodule("{module}")'
-    return f"self.{module}" if module else "self"
-
-
-def save_opaque(folder: Path, modules: Mapping[str, OpaqueModule]) -> None:
-    """Write the modules beside the program. PlanError where a class cannot be imported by another process."""
-    (folder / FILE).unlink(missing_ok=True)
+def pack_opaque(modules: Mapping[str, OpaqueModule]) -> bytes:
+    """The file that holds the modules; nothing without any. PlanError where another process cannot import a class."""
     if not modules:
-        return
+        return b""
     for name, opaque in modules.items():
         for kind in _classes(opaque.module):
             if kind.__module__ == "__main__":
                 raise PlanError(f"{name} is kept whole, and its class {kind.__name__} is in a script: {_IMPORTABLE}")
+    packed = io.BytesIO()
     try:
-        torch.save({name: (_kept(opaque.module), opaque.inputs) for name, opaque in modules.items()}, folder / FILE)
+        torch.save({name: (_kept(opaque.module), opaque.inputs) for name, opaque in modules.items()}, packed)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise PlanError(f"{', '.join(modules)}, kept whole, cannot be saved ({error}): {_IMPORTABLE}") from error
+    return packed.getvalue()
+
+
+def save_opaque(folder: Path, packed: bytes) -> None:
+    """Write the file beside the program."""
+    (folder / FILE).unlink(missing_ok=True)
+    if packed:
+        (folder / FILE).write_bytes(packed)
 
 
 def _kept(module: nn.Module) -> Any:

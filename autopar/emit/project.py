@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Mapping
 from importlib import resources
@@ -12,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ..plan import Plan
-from ..runtime.opaque import OpaqueModule
 from ..trace.initialise import Weights
 from .opaque import save_opaque
 
@@ -75,12 +75,12 @@ def save_project(
     name: str,
     summary: str,
     gpus_per_node: int,
-    opaque: Mapping[str, OpaqueModule],
+    opaque: bytes,
 ) -> None:
     """Write the program of `source` (the text of model.py) into `folder`, made if missing.
 
-    summary: the plan table and what was predicted, for README.md. Values go to weights.pt, recorded
-    initialisations to init.json, modules that are kept whole (`opaque`) to opaque.pt.
+    name: an identifier. summary: the plan table and what was predicted, as markdown. Values go to weights.pt,
+    recorded initialisations to init.json, modules that are kept whole (`opaque`, packed) to opaque.pt.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "model.py").write_text(source)
@@ -93,7 +93,7 @@ def save_project(
     world = plan.mesh.world_size
     per_node = min(world, gpus_per_node)
     nodes = -(-world // per_node)
-    sizes = {"nodes": nodes, "per_node": per_node, "name": name, "processes": world}
+    sizes = {"nodes": nodes, "per_node": per_node, "name": shlex.quote(name), "processes": world}
     many = _MANY_NODES.format(**sizes) if nodes > 1 else ""
     notes = "- `weights.pt`: initial values\n" if weights.values else ""
     notes += "- `init.json`: the recorded initialisation, drawn with a seed per parameter\n" if weights.recipes else ""

@@ -15,13 +15,13 @@ from .model_class import model_class
 from .names import argument_name, check_attributes
 
 
-def model_source(program: Program, plan: Plan, predicted: Predicted, header: str = "") -> str:
-    """The text of model.py; `header` (the plan table) goes into its docstring.
+def model_source(program: Program, plan: Plan, predicted: Predicted, header: str = "", opaque: bytes = b"") -> str:
+    """The text of model.py; `header` (the plan table) goes into its docstring, the hash of `opaque` before its use.
 
     PlanError where an attribute of the model has a name that the emitted classes use themselves.
     """
     check_attributes(program)
-    e = Emission(program, plan, predicted)
+    e = Emission(program, plan, predicted, opaque)
     names = dict.fromkeys(c.block for c in program.layer_calls if not program.is_between(c.block))
     layers = [layer_class(e, e.program.blocks[name]) for name in names]
     code = "\n\n\n".join([*e.functions.values(), *layers, model_class(e), *_count_function(e)])

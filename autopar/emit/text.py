@@ -1,16 +1,18 @@
-"""Pieces of Python source: expressions with their precedence, sizes, literals."""
+"""Pieces of Python source: expressions with their precedence, sizes, literals, names of the user's model."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import sympy
+import torch
 
 from ..errors import PlanError
+from ..ir.identifiers import is_index, is_plain, printable
 
 COMPARISON, SUM, PRODUCT, UNARY, ATOM = 0, 1, 2, 3, 4
 
@@ -28,6 +30,7 @@ class Text:
 
 
 Render = Callable[[Any], Text]
+_PLAIN = (bool, int, float, complex, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 # --------------------------------------------------------------------------------
@@ -41,7 +44,7 @@ def size_text(value: Any) -> str:
 
 def size(value: Any) -> Text:
     """A size with its precedence. Fractions are exact divisions: a shard's share of a dim that tp divides."""
-    expr: Any = sympy.sympify(value)
+    expr: Any = sympy.sympify(value, strict=True)  # strict: text would be evaluated
     if expr.is_Symbol or expr.is_number:
         return Text(str(expr), UNARY if expr.is_negative else ATOM)
     numerator, denominator = expr.as_numer_denom()
@@ -99,13 +102,55 @@ def literal(value: Any) -> str:
     if isinstance(value, list | tuple):
         inner = ", ".join(literal(v) for v in value)
         return f"({inner},)" if len(value) == 1 else f"({inner})"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{literal(k)}: {literal(v)}" for k, v in value.items()) + "}"
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
+        return quoted(value)
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
-    return str(value)
+    if value is None or isinstance(value, _PLAIN):
+        return str(value)
+    raise PlanError(f"{value!r} has no form in the emitted program: pass numbers, strings, or tuples or dicts of them")
 
 
-def attribute(path: str) -> str:
-    """A dotted path as what follows `self`: ".layers[3].mlp.weight" for "layers.3.mlp.weight"."""
-    return "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in path.split("."))
+# --------------------------------------------------------------------------------
+# Names of the user's model: strings, attributes, docstrings and markdown, whatever is in them
+
+
+def quoted(text: str) -> str:
+    """A string literal on one line, between double quotes."""
+    inside = repr(f'"{text}')[2:-1]  # for the quote in it, repr puts it between single ones
+    return '"' + inside.replace("\\'", "'").replace('"', '\\"') + '"'
+
+
+def attribute(path: str, kind: str) -> str:
+    """A "submodule", "parameter" or "buffer" of `self`: self.layers[3].weight, or self.get_parameter("a-b.weight").
+
+    A child of the class itself is in no container, and has no index.
+    """
+    first, *rest = path.split(".")
+    if is_plain(first) and all(map(is_plain_part, rest)):
+        return "self." + first + "".join(f"[{part}]" if is_index(part) else f".{part}" for part in rest)
+    return f"self.get_{kind}({quoted(path)})"
+
+
+def is_plain_part(part: str) -> bool:
+    """Whether a part of a path stands in source as it is: as an attribute, or an index."""
+    return is_plain(part) or is_index(part)
+
+
+def docstring(first: str, rows: Sequence[str] = ()) -> list[str]:
+    """The lines of a docstring: one line, or one and rows below it."""
+    lines = [commented(line) for line in (first, *([""] if rows else []), *rows)]
+    return [f'"""{lines[0]}', *lines[1:], '"""'] if rows else [f'"""{lines[0]}"""']
+
+
+def commented(line: str) -> str:
+    """Text that stays one line of a comment or docstring, and does not end it."""
+    return printable(line).replace("\n", "\\n").replace("\\", "\\\\").replace('"', "'")
+
+
+def fenced(text: str) -> str:
+    """A block of code in markdown, which no row of backticks in it ends."""
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence}\n{text}\n{fence}"

@@ -29,6 +29,7 @@ S = sympy.Symbol("s", positive=True, integer=True)
 
 Shape = tuple[sympy.Expr, ...]
 _KEY = "autopar"
+COUNTS = re.compile(r"_count(_\d+)?")  # names of counts of the global batch: `_count`, `_count_2`, …
 
 
 class Role(Enum):
@@ -106,8 +107,8 @@ def op_name(node: fx.Node) -> str:
 
 
 def is_count(facts: NodeInfo) -> bool:
-    """Whether a placeholder is a count of the global batch (`_count`, `_count_2`, …): the model has no such buffer."""
-    return facts.role is Role.BUFFER and re.fullmatch(r"_count(_\d+)?", facts.ref) is not None
+    """Whether a placeholder is a count of the global batch: the model has no such buffer."""
+    return facts.role is Role.BUFFER and COUNTS.fullmatch(facts.ref) is not None
 
 
 def node_inputs(node: fx.Node) -> list[fx.Node]:
@@ -220,6 +221,7 @@ class Stage:
 # Names of the blocks that are not layers; "count" is called by no call: it has this rank's
 # shares of the counts of the global batch, in their order; a program without counts has no such block.
 MODEL, TABLES, PROLOGUE, EPILOGUE, COUNT = "model", "tables", "prologue", "epilogue", "count"
+NOT_LAYERS = (MODEL, TABLES, PROLOGUE, EPILOGUE, COUNT)
 BETWEEN = "between"  # "between2", …: what a model does between two of its layers; placed and counted like a layer
 
 

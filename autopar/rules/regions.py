@@ -206,7 +206,7 @@ class _Finder:
         return found
 
     def _kept_bytes(self, ops: set[fx.Node]) -> float:
-        return float(sympy.sympify(self.saved.total_bytes([ops])).subs(_AT))
+        return float(sympy.sympify(self.saved.total_bytes([ops]), strict=True).subs(_AT))
 
 
 def _follows(node: fx.Node, other: fx.Node) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -69,19 +71,25 @@ def _named(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 class OpaqueModules:
-    """The opaque modules of a program, by name: those of the file beside it, read when first wanted."""
+    """The opaque modules of a program, by name: those of the file beside it, read when first wanted.
 
-    def __init__(self, program: str) -> None:
-        self._file = Path(program).parent / FILE
+    The file holds classes, so that reading it runs code: it must be the one that was written with the program, whose
+    `sha256` the program has.
+    """
+
+    def __init__(self, program: str, sha256: str) -> None:
+        self.file, self._sha256 = Path(program).parent / FILE, sha256
 
     @cached_property
     def modules(self) -> Mapping[str, OpaqueModule]:
+        written = self.file.read_bytes()
+        if hashlib.sha256(written).hexdigest() != self._sha256:
+            raise ValueError(f"{self.file} is not the file that was written with model.py: save the program again")
         try:
-            # The file was written with the program, and holds classes: it is as trusted as model.py beside it.
-            saved = torch.load(self._file, map_location="cpu", weights_only=False)
+            saved = torch.load(io.BytesIO(written), map_location="cpu", weights_only=False)
         except (ImportError, AttributeError) as error:
             raise ImportError(
-                f"{self._file} needs the classes of the original model ({error}): put their source on PYTHONPATH"
+                f"{self.file} needs the classes of the original model ({error}): put their source on PYTHONPATH"
             ) from error
         return {name: OpaqueModule(_module(kept), inputs) for name, (kept, inputs) in saved.items()}
 

@@ -26,6 +26,7 @@ from ..ir.graph import (
     set_info,
     update_info,
 )
+from ..ir.identifiers import identifier
 from .float_sizes import float_of_sizes
 from .inline import inline_regions
 from .inplace import Memory, mutates, written
@@ -84,7 +85,7 @@ class Importer:
             if isinstance(value, torch.Tensor)
         }
         return Program(
-            name=type(self.model).__name__,
+            name=identifier(type(self.model).__name__, "Model"),
             blocks={MODEL: Block(MODEL, self.graph)},
             calls=(Call(MODEL, ""),),
             parameters=parameters,

@@ -223,7 +223,7 @@ def _undo_slice(graph: fx.Graph, args: list[Any], base: fx.Node, value: fx.Node)
     if step != 1:
         more = (dim, start, args[3] if len(args) > 3 else _END, step)
         return call(graph, aten.slice_scatter.default, (base, value, *more), facts)
-    start = sympy.sympify(start)
+    start = sympy.sympify(start, strict=True)
     start = start + size if start.is_negative else start
     after = sympy.expand(size - start - length)
     parts = [value]

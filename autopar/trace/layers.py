@@ -8,6 +8,7 @@ Values that need neither parameters nor the hidden state (RoPE tables, positions
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import fx
 from ..ir.graph import (
     BETWEEN,
     MODEL,
+    NOT_LAYERS,
     TABLES,
     Block,
     Call,
@@ -27,6 +29,7 @@ from ..ir.graph import (
     op_name,
     set_info,
 )
+from ..ir.identifiers import identifier
 from .lists import LayerLists, layer_lists
 from .repeats import complete, is_stand_in, same_given, stand_in_call
 from .segments import Segment, segments
@@ -200,5 +203,10 @@ def _unique(name: str, taken: dict[str, Block]) -> str:
 
 
 def class_names(model: torch.nn.Module) -> dict[str, str]:
-    """Module path → Python class name."""
-    return {path: type(module).__name__ for path, module in model.named_modules()}
+    """Module path → Python class name, an identifier that is the name of no other block."""
+    return {path: _block_name(type(module).__name__) for path, module in model.named_modules()}
+
+
+def _block_name(name: str) -> str:
+    name = identifier(name, "Layer")
+    return f"{name}Layer" if re.fullmatch(f"{'|'.join(NOT_LAYERS)}|{BETWEEN}\\d*", name) else name

@@ -89,7 +89,7 @@ def layer_path(module: str) -> str | None:
 
 def _outermost(name: str) -> tuple[str, str | None, str]:
     """ "h.3.mlp.weight" → ("h", "3", "mlp.weight"): the outermost list, the index in it, the rest."""
-    match = re.match(r"^(?:(.*?)\.)?(\d+)\.(.+)$", name)
+    match = re.fullmatch(r"(?:(.*?)\.)?(\d+)\.(.+)", name, re.DOTALL)
     return (match[1] or "", match[2], match[3]) if match else (name, None, "")
 
 

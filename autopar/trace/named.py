@@ -75,7 +75,7 @@ def _of_config(name: str) -> nn.Module:
     except ImportError as error:
         raise PlanError(f"MODEL {name}: needs transformers (pip install 'autopar[hf]'), or module:function") from error
     try:
-        config: Any = AutoConfig.from_pretrained(name, local_files_only=True)
+        config: Any = AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise PlanError(f"MODEL {name}: {_why_no_config(name, error)}") from error
     kind = _class_of(name, config)

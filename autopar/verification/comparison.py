@@ -39,10 +39,8 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """Whether nothing that is computed has changed; by the text alone where nothing was run."""
-        if not self.rows:
-            return not self.edits.places
-        return not self.lost and all(row.error <= TOLERANCE for row in self.rows)
+        """Whether a run has shown that nothing that is computed has changed."""
+        return bool(self.rows) and not self.lost and all(row.error <= TOLERANCE for row in self.rows)
 
     def __str__(self) -> str:
         return "\n\n".join(part for part in (str(self.edits), self.edits.diff, self._table(), self._verdict()) if part)

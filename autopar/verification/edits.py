@@ -10,6 +10,8 @@ from pathlib import Path
 
 from tabulate import tabulate
 
+from ..errors import PlanError
+
 KEPT = ".original"  # the folder, inside a saved program, with its sources as they were written
 
 
@@ -56,7 +58,10 @@ def _sources(root: Path) -> list[Path]:
 
 
 def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines(keepends=True) if path.exists() else []
+    try:
+        return path.read_text().splitlines(keepends=True) if path.exists() else []
+    except (OSError, ValueError) as error:
+        raise PlanError(f"{path} is damaged ({error}): save the program again") from error
 
 
 def _places(name: str, before: Sequence[str], after: Sequence[str]) -> list[Edit]:
@@ -79,7 +84,7 @@ def _owners(lines: Sequence[str]) -> list[str]:
     owners = ["top of the file"] * len(lines)
     try:
         tree = ast.parse("".join(lines))
-    except SyntaxError:
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return ["(does not parse)"] * len(lines)
     for node in tree.body:
         _mark(node, "", owners)

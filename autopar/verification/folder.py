@@ -7,16 +7,14 @@ built again (a function by name, a Hugging Face class by its config) it is the m
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
 import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +31,9 @@ from .comparison import Comparison, compared
 from .edits import KEPT, Edits, find_edits
 from .program import constants_of, train_reference
 from .ranks import Task, reference_of, run_task
-from .samples import Input, inputs_of, random_batch
+from .record import Record, read_record, write_record
+from .samples import inputs_of, random_batch
 from .shrink import LARGEST, MOST_PROCESSES, fewer_samples, seeded
-
-_RECORD = "original.json"
-
-
-@dataclass(frozen=True)
-class Record:
-    """What the folder knows of its model. model, loss: `module:function`, where they can be imported by name."""
-
-    model: str | None
-    loss: str | None
-    parameters: int
-    inputs: Mapping[str, Input]
-    constants: Mapping[str, Any]
 
 
 def keep_original(folder: Path, job: Job, program: Program) -> None:
@@ -72,26 +58,22 @@ def keep_original(folder: Path, job: Job, program: Program) -> None:
     loss = None if job.loss is None else _importable(job.loss)
     if job.loss is not None and loss is None:
         model = None  # a model without its loss is no reference
-    record = Record(model, loss, size, inputs_of(program), constants)
-    (kept / _RECORD).write_text(json.dumps(dataclasses.asdict(record), indent=1))
+    write_record(folder, Record(model, loss, size, inputs_of(program), constants))
 
 
 def verify_folder(folder: Path, model: str | None = None, steps: int = 5) -> Comparison:
     """Name the edits of a saved program, and train it beside the original in fp64 on CPU processes.
 
-    model: `module:function` or a config, over the one recorded. Raises PlanError where the folder has no record, or
-    the program does not run.
+    model: `module:function` or a config, over the one recorded. Raises PlanError where the folder has no record, lacks
+    what training needs, or the program does not run.
     """
-    if not (folder / KEPT / _RECORD).exists():
-        raise PlanError(f"{folder} has no {KEPT}/{_RECORD}, with its program as written: save it again")
     folder = folder.resolve()
-    edits, record, plan = find_edits(folder), _read(folder), fewer_samples(Plan.load(folder / KEPT / "plan.yaml"))
+    record = read_record(folder)
+    edits, plan = find_edits(folder), fewer_samples(_plan_of(folder))
     if record.parameters > LARGEST or plan.mesh.world_size > MOST_PROCESSES:
         much = f"{record.parameters / 1e6:,.0f} M parameters on {plan.mesh.world_size} processes"
         return Comparison(edits, f"{much} are too many to train here: compared by its text alone")
     original, why = _original(record, folder, model)
-    if original is None and not edits.places:
-        return Comparison(edits, f"{why}: compared by its text alone")
     sizes = plan.global_batch, plan.sequence
     batches = [random_batch(record.inputs, plan.global_batch, plan.tokens, seed) for seed in range(steps)]
     processes = plan.mesh.world_size
@@ -106,6 +88,18 @@ def verify_folder(folder: Path, model: str | None = None, steps: int = 5) -> Com
         edited = Task(batches, weights, reference, str(folder), str(folder), *sizes)
         reports = _run(edited, Path(scratch) / "edited", folder, processes)
     return compared(edits, against, reports, reference, processes)
+
+
+def _plan_of(folder: Path) -> Plan:
+    """The plan of a folder that can train as far as its files tell: what `autopar run` and train.py read is there."""
+    plan, written = Plan.load(folder / "plan.yaml"), Plan.load(folder / KEPT / "plan.yaml")
+    if plan.mesh != written.mesh:
+        raise PlanError(f"{folder}/plan.yaml is of {plan.mesh}, and model.py of {written.mesh}: emit it again")
+    try:
+        compile((folder / "train.py").read_bytes(), "train.py", "exec", dont_inherit=True)
+    except (OSError, SyntaxError, ValueError) as error:
+        raise PlanError(f"{folder} cannot train: {folder / 'train.py'}: {error}") from error
+    return written
 
 
 @contextmanager
@@ -185,12 +179,3 @@ def _importable(function: Callable[..., Any]) -> str | None:
         if module and name.isidentifier() and importlib.util.find_spec(module):
             return f"{module}:{name}"
     return None
-
-
-def _read(folder: Path) -> Record:
-    data = json.loads((folder / KEPT / _RECORD).read_text())
-    inputs = {
-        name: Input(**{**own, "shape": tuple(own["shape"]), "values": tuple(own["values"])})
-        for name, own in data["inputs"].items()
-    }
-    return Record(**{**data, "inputs": inputs})

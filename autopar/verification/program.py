@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..compiler import compile_program, prepare
 from ..emit.emission import Predicted
-from ..emit.opaque import save_opaque
+from ..emit.opaque import pack_opaque, save_opaque
 from ..emit.source import model_source
 from ..errors import PlanError
 from ..ir.graph import Program
@@ -48,7 +48,8 @@ def verify_plan(job: Job, plan: Plan, steps: int) -> Parity:
     model = copy.deepcopy(model).double().train()
     program, dropped = _without_dropout(prepare(model, _raised(job.inputs), "fp64", job.batch_norm))
     notes = [note] * bool(note) + ["dropout set to 0 on both sides"] * dropped
-    source = model_source(compile_program(program, plan), plan, Predicted())
+    opaque = pack_opaque(opaque_modules(program, model))
+    source = model_source(compile_program(program, plan), plan, Predicted(), opaque=opaque)
     batches = [random_batch(inputs_of(program), plan.global_batch, plan.tokens, seed) for seed in range(steps)]
     weights, reference = train_reference(model, batches, constants_of(job), plan)
     processes = plan.mesh.world_size
@@ -57,7 +58,7 @@ def verify_plan(job: Job, plan: Plan, steps: int) -> Parity:
         progress(f"training the program on {processes} processes for {steps} steps"),
     ):
         (Path(folder) / "model.py").write_text(source)
-        save_opaque(Path(folder), opaque_modules(program, model))
+        save_opaque(Path(folder), opaque)
         reports = run_task(Task(batches, weights, reference), Path(folder))
     return Parity(**_largest(reports, reference), steps=steps, processes=processes, note=" · ".join(notes))
 

@@ -6,12 +6,12 @@ every wait has an end.
 
 from __future__ import annotations
 
+import ast
 import faulthandler
 import importlib
 import json
 import multiprocessing
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -31,9 +31,10 @@ from torch import Tensor
 from ..emit.load import load_source
 from ..errors import PlanError
 from ..parity import no_dropout, part_errors, relative_error
-from ..runtime.opaque import FILE, OpaqueModules
+from ..runtime.opaque import FILE
 
 TIMEOUT_S = 300
+_LOWER = ("bfloat16", "float16", "half", "float32", "float")  # dtypes of torch, and methods that cast to them
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,9 @@ def _main(folder: Path) -> None:
         sys.path.insert(0, job["sources"])
         program = _load_raised(Path(job["sources"]) / "model.py", job)
     else:
-        kept = OpaqueModules(str(folder / "model.py")).modules if (folder / FILE).exists() else None
-        program = load_source((folder / "model.py").read_text(), opaque=kept)
+        program = load_source((folder / "model.py").read_text())
+        if (folder / FILE).exists():
+            program.OPAQUE.file = folder / FILE
     world_size = program.SETTINGS.world_size
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
@@ -132,11 +134,15 @@ def _main(folder: Path) -> None:
 def _load_raised(source: Path, job: Mapping[str, Any]) -> Any:
     """A saved model.py, line by line as it is, but in fp64 and without dropout."""
     without_dropout(importlib.import_module("runtime.random"))
-    text = re.sub(r"\btorch\.(bfloat16|float16|half|float32|float)\b", "torch.float64", source.read_text())
-    text = re.sub(r"\.(float|half|bfloat16)\(\)", ".double()", text)
+    tree = ast.parse(source.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch" and node.attr in _LOWER:
+            node.attr = "float64"
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not node.args:
+            node.func.attr = "double" if node.func.attr in _LOWER else node.func.attr
     program: Any = ModuleType("model")
     program.__file__ = str(Path(job["folder"]) / "model.py")  # beside its weights
-    exec(compile(text, str(source), "exec"), program.__dict__)  # the user's own program, which they ask to run
+    exec(compile(tree, str(source), "exec"), program.__dict__)  # the user's own program, which they ask to run
     asked = {name: job[name] for name in ("global_batch", "sequence") if job[name]}
     if getattr(program.SETTINGS, "reduce_dtype", None):
         asked["reduce_dtype"] = None
@@ -162,6 +168,8 @@ def _rank(rank: int, pipes: Sequence[tuple[Connection, Connection]], folder: Pat
     dist.init_process_group("gloo", store, rank=rank, world_size=len(pipes), timeout=limit)
     # After the fork: the parent needs no process group.
     runtime = importlib.import_module("runtime.trainer" if job["sources"] else "autopar.runtime.trainer")
+    if job["sources"]:
+        _check_values(runtime.Trainer(program, Path(job["folder"]), seed=0, device="cpu"))
     trainer = runtime.Trainer(program, job["weights"], seed=0, device="cpu")
     share, replica = program.SETTINGS.global_batch // program.SETTINGS.dp, trainer.mesh.rank("dp")
     losses, norms, gradients = [], [], {}
@@ -176,6 +184,12 @@ def _rank(rank: int, pipes: Sequence[tuple[Connection, Connection]], folder: Pat
     report = {"losses": losses, "norms": norms}
     pipes[rank][1].send(report | _found(trainer, gradients, job["reference"], folder / f"rank{rank}.pt"))
     dist.barrier()
+
+
+def _check_values(trainer: Any) -> None:
+    """ValueError where the folder's own values, which training begins with, are not numbers."""
+    if wrong := [name for name, value in trainer.state_dict().items() if not value.isfinite().all()]:
+        raise ValueError(f"{', '.join(wrong[:5])}: not finite in the folder's weights.pt")
 
 
 def _found(trainer: Any, gradients: dict[str, Tensor], reference: Any, path: Path) -> dict[str, Any]:

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor
 
+from ..emit.text import size_text
 from ..ir.graph import Program, arguments, info
 from ..rules.padding import input_name
+from .sizes import read_size
 
 _IGNORED = -100  # the target that F.cross_entropy skips by default
 
@@ -34,7 +35,7 @@ def inputs_of(program: Program) -> dict[str, Input]:
     values, ignored = _ranges(program)
     return {
         name: Input(
-            tuple(str(size) for size in facts.shape),
+            tuple(map(size_text, facts.shape)),
             str(facts.dtype).removeprefix("torch."),
             values.get(name, ("2",)),
             ignored.get(name),
@@ -48,22 +49,19 @@ def random_batch(inputs: Mapping[str, Input], samples: int, sequence: int, seed:
     generator = torch.Generator().manual_seed(seed)
     batch: dict[str, Tensor] = {}
     for name, given in inputs.items():
-        shape = [_size(text, samples, sequence) for text in given.shape]
+        sizes = {"b": samples, "s": sequence}
+        shape = [read_size(size, sizes) for size in given.shape]
         dtype = getattr(torch, given.dtype)
         if dtype.is_floating_point:
             batch[name] = torch.randn(shape, generator=generator, dtype=torch.float64)
             continue
-        values = min(_size(text, samples, sequence) for text in given.values)
+        values = min(read_size(size, sizes) for size in given.values)
         batch[name] = torch.randint(0, values, shape, generator=generator).to(dtype)
         if given.ignored is not None:
             batch[name][torch.rand(shape, generator=generator) < 0.2] = given.ignored
             if samples > 1:
                 batch[name][0] = given.ignored
     return batch
-
-
-def _size(text: str, samples: int, sequence: int) -> int:
-    return int(sympy.sympify(text).subs({"b": samples, "s": sequence}))
 
 
 def _ranges(program: Program) -> tuple[dict[str, tuple[str, ...]], dict[str, int]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from autopar.cost_models.opaque import opaque_shares
-from autopar.emit.opaque import save_opaque
+from autopar.emit.opaque import pack_opaque, save_opaque
 from autopar.errors import PlanError, TraceError
 from autopar.ir.custom import OPAQUE
 from autopar.ir.graph import B, Program, S, arguments, info
+from autopar.runtime.opaque import OpaqueModule, OpaqueModules
 from autopar.trace.opaque import opaque_modules
 from tests import models
 from tests.distributed.opaque_models import (
@@ -25,6 +28,7 @@ from tests.distributed.opaque_models import (
     Squash,
     StraightThrough,
 )
+from tests.hostile import Hostile
 
 IDS = {"input_ids": torch.zeros(2, 16, dtype=torch.long), "labels": torch.zeros(2, 16, dtype=torch.long)}
 
@@ -101,16 +105,27 @@ def test_it_is_saved_without_values_and_with_its_classes(tmp_path: Any) -> None:
     modules = opaque_modules(traced(model), model)
     assert all(tensor.is_meta for tensor in modules["inner"].module.state_dict().values())
     assert not model.blocks[0].inner.mix.weight.is_meta  # type: ignore[union-attr]
-    save_opaque(tmp_path, modules)
-    assert (tmp_path / "opaque.pt").exists()
-    save_opaque(tmp_path, {})
+    packed = pack_opaque(modules)
+    save_opaque(tmp_path, packed)
+    written = OpaqueModules(str(tmp_path / "model.py"), hashlib.sha256(packed).hexdigest())
+    assert type(written["inner"].module) is type(modules["inner"].module)
+    save_opaque(tmp_path, pack_opaque({}))
     assert not (tmp_path / "opaque.pt").exists()
 
     class Local(Squash): ...
 
     model = OpaqueModel(Local, layers=1)
     with pytest.raises(PlanError, match="at the top of a module"):
-        save_opaque(tmp_path, opaque_modules(traced(model), model))
+        pack_opaque(opaque_modules(traced(model), model))
+
+
+def test_another_file_in_its_place_is_not_loaded(tmp_path: Path) -> None:
+    """A pickle runs what it names: `opaque.pt` is only the one whose hash model.py has."""
+    harmless = pack_opaque({"inner": OpaqueModule(nn.Identity(), ((), {}))})
+    (tmp_path / "opaque.pt").write_bytes(Hostile(tmp_path / "canary").zipped())
+    with pytest.raises(ValueError, match="opaque.pt is not the file that was written with model.py"):
+        OpaqueModules(str(tmp_path / "model.py"), hashlib.sha256(harmless).hexdigest())["inner"]
+    assert not (tmp_path / "canary").exists()
 
 
 # --------------------------------------------------------------------------------
