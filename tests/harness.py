@@ -32,9 +32,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autopar.errors import PlanError
 from autopar.parity import loss_of as loss_among
 from autopar.parity import raise_float32, relative_errors
 from autopar.trace.moe import written_experts
+from autopar.verification import ranks
 
 __all__ = [
     "RankError",
@@ -45,6 +47,7 @@ __all__ = [
     "reference_run",
     "relative_errors",
     "run_ranks",
+    "verify_in_fork",
 ]
 
 # A child forked from a parent whose matmuls ran on several threads hangs in its first matmul.
@@ -113,6 +116,15 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
             raise RankError(_describe_hang(children, timeout))
         reports = [child.report for child in children if child.report]
         return [torch.load(io.BytesIO(report.result), weights_only=False) for report in reports]
+
+
+def verify_in_fork(folder: Path) -> None:
+    """The child process of `verify`, which this one has forked: it need not import torch."""
+    child = multiprocessing.get_context("fork").Process(target=ranks._main, args=(folder,))
+    child.start()
+    child.join(120)
+    if child.exitcode:
+        raise PlanError(f"the program failed: exit code {child.exitcode}")
 
 
 def _listen_until(children: Sequence[_Child], deadline: float, even_after_failure: bool = False) -> None:

@@ -39,7 +39,7 @@ class Hostile:
 # --------------------------------------------------------------------------------
 # A model with names of one's own
 
-SAMPLES, SEQUENCE, WIDTH, VOCABULARY = 4, 4, 8, 16
+SAMPLES, SEQUENCE, WIDTH, VOCABULARY = 4, 4, 8, 256
 NAMES = 19
 
 
@@ -97,8 +97,8 @@ class Model(Named):
         box.put(0, nn.ModuleList(second(names[13:]) for _ in range(2)))
         self.put(5, box)
 
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        x = self.at(0)(ids) + self.at(1) * self.at(2)
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.at(0)(input_ids) + self.at(1) * self.at(2)
         for layer in (*self.at(3), *self.at(5).at(0)):
             x = layer(x)
         return F.cross_entropy(self.at(4)(x).flatten(0, 1), labels.flatten())
@@ -113,4 +113,4 @@ def hostile_model(names: Sequence[str], root: str, *layers: str) -> nn.Module:
 
 def inputs() -> Mapping[str, Tensor]:
     ids = torch.randint(VOCABULARY, (SAMPLES, SEQUENCE), generator=torch.Generator().manual_seed(0))
-    return {"ids": ids, "labels": ids.roll(1, 1)}
+    return {"input_ids": ids, "labels": ids.roll(1, 1)}

@@ -73,7 +73,7 @@ def _ranges(program: Program) -> tuple[dict[str, tuple[str, ...]], dict[str, int
         whole, index = arguments(node)[:2]
         if not (name := input_name(index)):
             continue  # targets that forward makes, such as the places of the samples
-        size = str(info(whole).shape[_SIZE_DIM[node.target]])
+        size = size_text(info(whole).shape[_SIZE_DIM[node.target]])
         sizes[name] = tuple(dict.fromkeys((*sizes.get(name, ()), size)))
         if node.target is aten.embedding.default:
             ids.add(name)

@@ -66,7 +66,7 @@ class _Reader:
             return self._closed(_FUNCTIONS[token](given))
         if token in self.values:
             return Fraction(self.values[token])
-        if token.isdecimal():
+        if token.isascii() and token.isdecimal():
             return Fraction(int(token))
         raise self.error()
 

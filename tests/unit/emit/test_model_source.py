@@ -23,6 +23,7 @@ from autopar.ir.ops import is_collective
 from autopar.recompute import Again, whole_layers
 from tests import models
 from tests.unit.emit import handwritten_llama
+from tests.unit.emit.declared import undeclared
 from tests.unit.emit.programs import Emitted, calls, emitted
 
 PLANS = {"tp2-sp": {"tp": 2, "layout": "megatron-sp"}, "tp2-pp2": {"tp": 2, "pp": 2}}
@@ -192,6 +193,17 @@ def test_values_shadow_nothing(model: str, plan: str) -> None:
         names = stored | {argument.arg for argument in function.args.args} - {"self"}
         assert not names & (imported | constants | used | set(dir(builtins)))
         assert not any(keyword.iskeyword(name) for name in names)
+
+
+@pytest.mark.parametrize(("model", "plan"), EACH_CASE)
+def test_every_name_is_declared(model: str, plan: str) -> None:
+    assert not undeclared(of(model, plan).source)
+
+
+def test_the_walk_finds_what_is_not_declared() -> None:
+    source = of("gpt", "tp2-pp2").source
+    for line in ("open(1)", "import os", "from os import path", "def f(x): return x + eval(x)", "class C: y = exec"):
+        assert undeclared(f"{source}{line}\n")
 
 
 class Awkward(nn.Module):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import math
 from typing import Any
 
 import pytest
 import sympy
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils._sympy.functions import FloorDiv, Mod
 
-from autopar.emit.text import literal, size_text
+from autopar.emit.text import attribute, commented, docstring, fenced, literal, quoted, size_text
 from autopar.errors import PlanError
 from autopar.ir.graph import B, S
 
@@ -58,3 +61,46 @@ def test_literals_evaluate_to_the_value(value: Any) -> None:
 def test_literals_of_torch_and_not_a_number() -> None:
     assert literal(torch.bfloat16) == "torch.bfloat16"
     assert math.isnan(eval(literal(math.nan)))
+
+
+def test_a_value_without_a_literal_is_refused() -> None:
+    """Neither its repr nor that of what is inside a list gets into source."""
+    with pytest.raises(PlanError, match="has no form in the emitted program"):
+        literal({"lr": [torch.zeros(1)]})
+    with pytest.raises(sympy.SympifyError):
+        size_text("__import__('os')")
+
+
+# --------------------------------------------------------------------------------
+# Names
+
+
+AWKWARD = st.text(st.characters() | st.sampled_from("\\'\"`{}#\n\r"), max_size=6)
+
+
+@given(AWKWARD)
+def test_a_string_is_itself_on_one_line(text: str) -> None:
+    source = quoted(text)
+    assert ast.literal_eval(source) == text and literal([text]) == f"({source},)"
+    assert source.isprintable() and source[0] == source[-1] == '"'
+
+
+@given(AWKWARD, AWKWARD, AWKWARD)
+def test_nothing_ends_a_docstring_or_comment(first: str, row: str, comment: str) -> None:
+    for lines in (docstring(first), docstring(first, [row, row])):
+        source = "\n".join([*lines, f"x = 1  # {commented(comment)}"])
+        doc, assignment = ast.parse(source).body
+        assert isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant) and isinstance(assignment, ast.Assign)
+        assert len(source.splitlines()) == len(lines) + 1
+
+
+@given(AWKWARD)
+def test_nothing_ends_a_block_of_markdown(text: str) -> None:
+    fence, *inside, end = fenced(text).split("\n")
+    assert fence == end and set(fence) == {"`"} and fence not in "\n".join(inside)
+
+
+def test_attributes() -> None:
+    assert attribute("layers.3.mlp.weight", "parameter") == "self.layers[3].mlp.weight"
+    for path in ("0.weight", "a-b.weight", "layers.007.x", "x.class", "x.__y", "x.\ufb01"):
+        assert attribute(path, "buffer") == f"self.get_buffer({quoted(path)})"
