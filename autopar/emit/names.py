@@ -8,8 +8,8 @@ from collections.abc import Container
 from torch import nn
 
 from ..errors import PlanError
-from ..ir.graph import COUNTS, Program, Role, info
-from ..ir.identifiers import identifier, is_plain
+from ..ir.graph import Program, Role, info
+from ..ir.identifiers import COUNTS, identifier, is_plain
 from ..ir.ops import COLLECTIVES
 from ..recompute import by_layer
 

@@ -8,7 +8,6 @@ of ops. Every fact about a node lives in one `NodeInfo`; nothing else touches `n
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -21,6 +20,7 @@ from torch import fx
 from ..placement import Placement, Strategy
 from ..recompute import Again
 from .custom import OpaqueCall
+from .identifiers import COUNTS
 from .lengths import FixedLength
 from .padding import Padding
 
@@ -29,7 +29,6 @@ S = sympy.Symbol("s", positive=True, integer=True)
 
 Shape = tuple[sympy.Expr, ...]
 _KEY = "autopar"
-COUNTS = re.compile(r"_count(_\d+)?")  # names of counts of the global batch: `_count`, `_count_2`, …
 
 
 class Role(Enum):
@@ -221,7 +220,6 @@ class Stage:
 # Names of the blocks that are not layers; "count" is called by no call: it has this rank's
 # shares of the counts of the global batch, in their order; a program without counts has no such block.
 MODEL, TABLES, PROLOGUE, EPILOGUE, COUNT = "model", "tables", "prologue", "epilogue", "count"
-NOT_LAYERS = (MODEL, TABLES, PROLOGUE, EPILOGUE, COUNT)
 BETWEEN = "between"  # "between2", …: what a model does between two of its layers; placed and counted like a layer
 
 

@@ -6,6 +6,8 @@ import keyword
 import re
 import unicodedata
 
+COUNTS = re.compile(r"_count(_\d+)?")  # names that counts of the global batch have: `_count`, `_count_2`, …
+
 
 def is_plain(name: str) -> bool:
     """Whether Python reads a name as it stands, also in a class: no keyword, nothing that it normalises or mangles."""

@@ -284,8 +284,7 @@ class Importer:
         """Every parameter of the model by each of its names, used by the loss or not."""
         found = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            shape = tuple(sympy.Integer(n) for n in parameter.shape)
-            found[name] = TensorInfo(shape, parameter.dtype, parameter.requires_grad)
+            found[name] = TensorInfo(self._shape(parameter.shape), parameter.dtype, parameter.requires_grad)
         return found
 
 

@@ -17,8 +17,10 @@ from torch import fx
 
 from ..ir.graph import (
     BETWEEN,
+    COUNT,
+    EPILOGUE,
     MODEL,
-    NOT_LAYERS,
+    PROLOGUE,
     TABLES,
     Block,
     Call,
@@ -35,6 +37,8 @@ from .repeats import complete, is_stand_in, same_given, stand_in_call
 from .segments import Segment, segments
 
 aten = torch.ops.aten
+
+_NOT_LAYERS = (MODEL, TABLES, PROLOGUE, EPILOGUE, COUNT)
 
 # The op that a module is named for; others in it carry their own name too.
 _MAIN_OPS = {"linear", "layer_norm", "rms_norm", "embedding", "scaled_dot_product_attention", "conv2d"}
@@ -209,4 +213,4 @@ def class_names(model: torch.nn.Module) -> dict[str, str]:
 
 def _block_name(name: str) -> str:
     name = identifier(name, "Layer")
-    return f"{name}Layer" if re.fullmatch(f"{'|'.join(NOT_LAYERS)}|{BETWEEN}\\d*", name) else name
+    return f"{name}Layer" if re.fullmatch(f"{'|'.join(_NOT_LAYERS)}|{BETWEEN}\\d*", name) else name
