@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .bounds import notice_targets
 from .mesh import current
 from .parameters import chunk_range
 
@@ -44,6 +45,7 @@ def linear_cross_entropy(
     if size is not None and current().size(axis) > 1:
         start, _ = chunk_range(size, current().size(axis), current().rank(axis))
         group = current().group(axis)
+    notice_targets(target, len(weight) if size is None else size, ignore_index)
     head = _Head(chunks, start, scale, softcap)
     total: Tensor = _LinearCrossEntropy.apply(x, weight, bias, target, head, ignore_index, group)  # type: ignore[no-untyped-call]
     return total

@@ -9,17 +9,19 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from .bounds import notice_ids, notice_targets
 from .mesh import current
 from .parameters import chunk_range
 
 
 def embedding(ids: Tensor, weight: Tensor, size: int, axis: str, padding_idx: int | None = None) -> Tensor:
-    """Rows of a table sharded by rows: Partial over `axis`, zero for ids of other ranks.
+    """Rows of a table sharded by rows: Partial over `axis`, zero for ids of other ranks; `bounds` notices those of none.
 
     ids: [*] global; weight: [local rows, d]; size: of the whole; padding_idx: a row without gradient. Returns [*, d].
     """
     if current().size(axis) == 1:
         return F.embedding(ids, weight, padding_idx)
+    notice_ids(ids, size)
     start, stop = chunk_range(size, current().size(axis), current().rank(axis))
     if start == stop:  # more ranks than chunks: nothing to look up, but the gradient path stays
         return weight.new_zeros((*ids.shape, weight.shape[1])) + weight.sum()
@@ -36,6 +38,7 @@ def cross_entropy(logits: Tensor, target: Tensor, size: int, axis: str, ignore_i
     """
     if current().size(axis) == 1:
         return F.cross_entropy(logits, target, reduction="sum", ignore_index=ignore_index)
+    notice_targets(target, size, ignore_index)
     return _CrossEntropy.apply(logits, target, size, axis, ignore_index)  # type: ignore[no-untyped-call, no-any-return]
 
 

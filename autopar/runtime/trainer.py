@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .bounds import outside_error, take_noticed
 from .checkpoint import State, resumed_values
 from .compiled import compile_layers
 from .copies import by_name, copied_names, with_copies
@@ -121,8 +122,9 @@ class Trainer:
 
         Samples that are shorter than the plan's sequence by plan are padded here, before anything is cut over cp.
         Floating inputs are cast to the compute dtype, as fully_shard's cast_forward_inputs would.
-        Raises ValueError where the batch has other sizes than those planned, FloatingPointError naming parameters where
-        loss or gradients are not finite, OverflowError where no loss scale makes them so.
+        Raises ValueError where the batch has other sizes than those planned, IndexError where an id or a target is
+        outside its table, FloatingPointError naming parameters where loss or gradients are not finite, OverflowError
+        where no loss scale makes them so.
         """
         self._check_sizes(batch)
         batch = padded(batch, self.settings)
@@ -135,7 +137,7 @@ class Trainer:
             stage.after_backward()
         self.tied.sum_gradients()
         self.left_out.drop(self.mesh)
-        result = self._totals(loss)
+        result = self._totals(loss, batch)
         self._update(result)
         for model in self.models if not result.skipped else ():  # what overflowed is no statistic
             update_statistics(model)
@@ -249,16 +251,23 @@ class Trainer:
             for model in self.models:
                 setattr(model, f"_count_{i}" if i > 1 else "_count", count)
 
-    def _totals(self, loss: Tensor) -> StepResult:
-        """Loss, gradient norm and whether to stop, the same on every rank, by one all-reduce."""
+    def _totals(self, loss: Tensor, batch: Batch) -> StepResult:
+        """Loss, gradient norm and whether to stop, the same on every rank, by one all-reduce and one wait for the device.
+
+        IndexError where an id or a target is outside its table.
+        """
         owned = (p for name, p in self.parameters.items() if name not in self.tied.aliases)
-        stop = torch.tensor(float(self._stop), dtype=torch.float64, device=self.mesh.device)
-        totals = torch.stack([loss.double() / self.mesh.size("tp"), square_sum(owned, self.mesh), stop])
+        loss = loss.double() / self.mesh.size("tp")
+        stop = torch.full_like(loss, float(self._stop))
+        totals = torch.stack([loss, square_sum(owned, self.mesh), take_noticed(loss), stop])
         if self.settings.world_size > 1:
             dist.all_reduce(totals)
+        loss_sum, squares, outside, stopping = totals.tolist()
+        if outside:
+            raise outside_error(self.steps, batch)
         scale = self.loss_scale.scale
-        loss_sum, norm = float(totals[0]) / scale, float(totals[1].sqrt()) / scale
-        return StepResult(loss_sum, norm, scale, self.loss_scale.overflows(norm), float(totals[2]) > 0)
+        norm = math.sqrt(squares) / scale
+        return StepResult(loss_sum / scale, norm, scale, self.loss_scale.overflows(norm), stopping > 0)
 
 
 def _use_cores() -> None:
