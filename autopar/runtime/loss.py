@@ -15,7 +15,7 @@ from .parameters import chunk_range
 
 
 def embedding(ids: Tensor, weight: Tensor, size: int, axis: str, padding_idx: int | None = None) -> Tensor:
-    """Rows of a table sharded by rows: Partial over `axis`, zero for ids of other ranks; `bounds` notices those of none.
+    """Rows of a table sharded by rows: Partial over `axis`, zero for ids of other ranks; `bounds` notices others.
 
     ids: [*] global; weight: [local rows, d]; size: of the whole; padding_idx: a row without gradient. Returns [*, d].
     """
