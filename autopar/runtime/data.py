@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
 import sysconfig
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from .mesh import Mesh
 from .settings import Settings
 
 BYTE_VOCABULARY = 256
+_PATIENCE_S = 20.0  # in which a launcher ends the other ranks, once the first has failed
 
 
 class Dataset(Protocol):
@@ -52,26 +58,71 @@ class StandardLibrary:
 def load_dataset(name: str | None, settings: Settings) -> Dataset:
     """The dataset that `module:function` returns, called without arguments; None is the default corpus.
 
-    Raises ValueError where the default corpus does not fit the model: it is token ids, for a vocabulary of bytes.
+    Raises ValueError, told by one rank, where there is no such function, the dataset is not map-style or has too few
+    samples for a step, or the default corpus does not fit the model: it is token ids, for a vocabulary of bytes.
     """
-    if name is None:
-        if settings.vocabulary is None:
-            raise ValueError(
-                "the default data are token ids with labels, and this model takes other inputs: give --data "
-                "module:function, which returns a map-style dataset of dicts with the model's inputs"
-            )
-        if settings.vocabulary is not None and settings.vocabulary < BYTE_VOCABULARY:
-            raise ValueError(
-                f"the default data are bytes and need a vocabulary of {BYTE_VOCABULARY}; the model's is "
-                f"{settings.vocabulary}: give --data module:function"
-            )
-        return StandardLibrary(settings.tokens, settings.labels)
-    module, _, function = name.partition(":")
-    if not function:
+    with told_by_one(not dist.is_initialized() or dist.get_rank() == 0):
+        dataset = _default(settings) if name is None else _function(name)()
+        _check(dataset, "the default data" if name is None else f"--data {name}", settings.global_batch)
+        return dataset
+
+
+@contextmanager
+def told_by_one(first: bool) -> Iterator[None]:
+    """Where ranks meet the same error, the first tells it, and the others only if nobody ends them in a while."""
+    try:
+        yield
+    except Exception:
+        if not first:
+            time.sleep(_PATIENCE_S)
+        raise
+
+
+def _default(settings: Settings) -> Dataset:
+    if settings.vocabulary is None:
+        raise ValueError(
+            "the default data are token ids with labels, and this model takes other inputs: give --data "
+            "module:function, which returns a map-style dataset of dicts with the model's inputs"
+        )
+    if settings.vocabulary < BYTE_VOCABULARY:
+        raise ValueError(
+            f"the default data are bytes and need a vocabulary of {BYTE_VOCABULARY}; the model's is "
+            f"{settings.vocabulary}: give --data module:function"
+        )
+    return StandardLibrary(settings.tokens, settings.labels)
+
+
+def _function(name: str) -> Callable[[], Dataset]:
+    path, _, function = name.partition(":")
+    if not path or not function:
         raise ValueError(f"--data {name}: write module:function, which returns a map-style dataset")
     sys.path.insert(0, str(Path.cwd()))
-    dataset: Dataset = getattr(importlib.import_module(module), function)()
-    return dataset
+    try:
+        module = importlib.import_module(path)
+    except ImportError as error:
+        raise ValueError(f"--data {name}: {path} cannot be imported from {Path.cwd()} ({error})") from error
+    found = getattr(module, function, None)
+    if not callable(found):
+        near = difflib.get_close_matches(function, [n for n, value in vars(module).items() if callable(value)], 3)
+        meant = f": did you mean {' or '.join(near)}?" if near else f" ({module.__file__})"
+        raise ValueError(f"--data {name}: {path} has no function {function!r}{meant}")
+    return found  # type: ignore[no-any-return]
+
+
+def _check(dataset: Any, what: str, global_batch: int) -> None:
+    kind = type(dataset)
+    if isinstance(dataset, IterableDataset) or not (hasattr(kind, "__len__") and hasattr(kind, "__getitem__")):
+        raise ValueError(
+            f"{what} gives a {kind.__name__}, which is not map-style: it must have len(dataset) and dataset[i], so "
+            "that samples are dealt out alike under every plan; an iterable one is not supported yet"
+        )
+    if not len(dataset):
+        raise ValueError(f"{what} gives an empty dataset ({kind.__name__}): len(dataset) is 0")
+    if len(dataset) < global_batch:
+        raise ValueError(
+            f"{what} gives {len(dataset)} samples, and a step takes {global_batch} (global_batch): give more, or plan "
+            f"with a global_batch of at most {len(dataset)}"
+        )
 
 
 class Loader:
@@ -89,11 +140,26 @@ class Loader:
         settings = self._mesh.settings
         size = settings.global_batch // settings.dp
         first = consumed + self._mesh.rank("dp") * size
-        samples = [self._dataset[self._index(n)] for n in range(first, first + size)]
-        return {
-            key: torch.stack([torch.as_tensor(sample[key]) for sample in samples]).to(self._mesh.device)
-            for key in samples[0]
-        }
+        with told_by_one(not any(self._mesh.rank(axis) for axis in ("pp", "cp", "tp"))):
+            indices = [self._index(n) for n in range(first, first + size)]
+            batch = _stack(indices, [self._sample(index) for index in indices])
+        return {name: x.to(self._mesh.device) for name, x in batch.items()}
+
+    def _sample(self, index: int) -> dict[str, Tensor]:
+        """Sample `index` of the dataset as tensors; ValueError naming it where it is none."""
+        try:
+            sample = self._dataset[index]
+        except Exception as error:
+            raise ValueError(f"sample {index} of the dataset: {type(error).__name__}: {error}") from error
+        if not isinstance(sample, Mapping):
+            raise ValueError(f"sample {index} of the dataset is a {type(sample).__name__}: return a dict of inputs")
+        tensors: dict[str, Tensor] = {}
+        for name, value in sample.items():
+            try:
+                tensors[name] = torch.as_tensor(value)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise ValueError(f"sample {index} of the dataset: {name!r} makes no tensor: {error}") from error
+        return tensors
 
     def _index(self, n: int) -> int:
         epoch, position = divmod(n, len(self._dataset))
@@ -103,3 +169,19 @@ class Loader:
             generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
             self._epoch, self._order = epoch, torch.randperm(len(self._dataset), generator=generator)
         return int(self._order[position])
+
+
+def _stack(indices: Sequence[int], samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The samples on a new dim 0; ValueError naming one that has other inputs or shapes than the first."""
+    first = {name: list(x.shape) for name, x in samples[0].items()}
+    for index, sample in zip(indices, samples, strict=True):
+        if (shapes := {name: list(x.shape) for name, x in sample.items()}) != first:
+            raise ValueError(
+                f"sample {index} of the dataset is {_shown(shapes)}, sample {indices[0]} is {_shown(first)}: give all "
+                "the same inputs and shapes (pad or cut them)"
+            )
+    return {name: torch.stack([sample[name] for sample in samples]) for name in first}
+
+
+def _shown(shapes: Mapping[str, list[int]]) -> str:
+    return ", ".join(f"{name} {shape}" for name, shape in shapes.items())

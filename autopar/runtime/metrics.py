@@ -16,6 +16,7 @@ from .settings import Settings
 from .trainer import StepResult
 
 Record = dict[str, float | None]
+_NOTABLE = 0.02  # of a step's time, from which on loading is shown
 
 
 class Meter:
@@ -26,27 +27,33 @@ class Meter:
     """
 
     def __init__(self, log: Path | None, measure_memory: bool = False) -> None:
-        self._log, self._start = log, 0.0
+        self._log, self._start, self._data_s = log, 0.0, 0.0
         self._storage = LiveStorage() if measure_memory else None
         # To be entered before the model is built: what is not seen to be allocated is not counted.
         self.counting: AbstractContextManager[object] = self._storage or nullcontext()
 
     def start(self) -> None:
+        """Before the samples of a step are loaded: to load them is part of its time."""
         if self._storage:
             self._storage.reset()
         elif torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         self._start = time.perf_counter()
 
+    def loaded(self) -> None:
+        """Once the samples are there."""
+        self._data_s = time.perf_counter() - self._start
+
     def stop(self, step: int, result: StepResult, mesh: Mesh) -> None:
         """Every rank calls, once `result` is a number: the device has done the step by then, or nearly."""
         if mesh.device.type == "cuda":
             torch.cuda.synchronize()
         time_s = time.perf_counter() - self._start
-        record = _record(step, result, time_s, self._memory(mesh), mesh.settings)
+        record = _record(step, result, time_s, self._data_s, self._memory(mesh), mesh.settings)
         if dist.get_rank() == 0:
             unit = "tokens" if mesh.settings.sequence > 1 else "samples"  # images have no sequence
-            print(_progress(record, unit), flush=True)
+            place = "GPU" if mesh.device.type == "cuda" else "process"
+            print(_progress(record, f"{unit}/s/{place}"), flush=True)
             if self._log:
                 with self._log.open("a") as file:
                     print(json.dumps(record), file=file)
@@ -60,17 +67,21 @@ class Meter:
         return int(largest)
 
 
-def _record(step: int, result: StepResult, time_s: float, memory: int | None, settings: Settings) -> Record:
+def _record(
+    step: int, result: StepResult, time_s: float, data_s: float, memory: int | None, settings: Settings
+) -> Record:
+    """What a step is logged as. data_s: the part of time_s in which its samples were loaded."""
     flops, peak_flops = settings.flops_per_step, settings.peak_flops
     mfu = flops / (time_s * peak_flops * settings.world_size) if flops and peak_flops else None
     return {
         "step": step,
         "loss": result.loss,
         "grad_norm": None if result.skipped else result.grad_norm,
-        "tokens_per_s": settings.global_batch * settings.tokens / time_s,
+        "tokens_per_s_per_gpu": settings.global_batch * settings.tokens / (time_s * settings.world_size),
         "mfu": mfu,
         "memory_bytes": memory,
         "measured_step_s": time_s,
+        "data_s": data_s,
         "predicted_step_s": settings.predicted_step_s,
         **({"loss_scale": result.loss_scale, "skipped": result.skipped} if settings.precision == "fp16" else {}),
     }
@@ -83,9 +94,10 @@ def _progress(record: Record, unit: str) -> str:
         f"loss {record['loss']:.4f}",
         f"grad norm {record['grad_norm']:.3f}" if record["grad_norm"] is not None else "skipped: gradients overflow",
         f"loss scale {record['loss_scale']:,g}" if "loss_scale" in record else "",
-        f"{record['tokens_per_s']:,.0f} {unit}/s",
+        f"{record['tokens_per_s_per_gpu']:,.0f} {unit}",
         f"MFU {record['mfu']:.1%}" if record["mfu"] is not None else "",
         f"{record['memory_bytes'] / 2**30:.2f} GiB" if record["memory_bytes"] is not None else "",
         f"{time_s:.3f} s" + (f" (predicted {predicted:.3f}, ×{time_s / predicted:.2f})" if predicted else ""),
+        f"data {data_s:.3f} s" if (data_s := record["data_s"] or 0.0) > _NOTABLE * time_s else "",
     ]
     return " · ".join(part for part in parts if part)

@@ -252,7 +252,7 @@ class Trainer:
                 setattr(model, f"_count_{i}" if i > 1 else "_count", count)
 
     def _totals(self, loss: Tensor, batch: Batch) -> StepResult:
-        """Loss, gradient norm and whether to stop, the same on every rank, by one all-reduce and one wait for the device.
+        """Loss, gradient norm and whether to stop, the same on every rank: one all-reduce, one wait for the device.
 
         IndexError where an id or a target is outside its table.
         """

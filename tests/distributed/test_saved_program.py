@@ -23,7 +23,8 @@ SEQUENCE, BATCH = 16, 4
 LR = ("--lr", "0.01")
 REPOSITORY = Path(__file__).parents[2]
 LOG_KEYS = {
-    "step", "loss", "grad_norm", "tokens_per_s", "mfu", "memory_bytes", "measured_step_s", "predicted_step_s",
+    "step", "loss", "grad_norm", "tokens_per_s_per_gpu", "mfu", "memory_bytes", "measured_step_s", "data_s",
+    "predicted_step_s",
 }  # fmt: skip
 # Python runs it first of all: what a saved program must not need is not there.
 HIDE = """
@@ -122,7 +123,11 @@ def test_trains_with_nothing_but_torch(
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert all(set(line) == LOG_KEYS for line in lines)
     assert all(line["memory_bytes"] is None for line in lines)  # on a CPU, without --measure-memory
-    assert all(line["predicted_step_s"] > 0 and line["mfu"] > 0 and line["tokens_per_s"] > 0 for line in lines)
+    assert all(line["predicted_step_s"] > 0 and line["mfu"] > 0 for line in lines)
+    for line in lines:
+        assert 0 < line["data_s"] < line["measured_step_s"], "to load the samples is part of a step"
+        tokens_per_s = line["tokens_per_s_per_gpu"] * 2
+        assert tokens_per_s == pytest.approx(BATCH * SEQUENCE / line["measured_step_s"])
     assert lines[2]["loss"] < lines[0]["loss"] < 6
 
     # R4: saved with recompute on; the original model, which knows of none, takes them as they are.

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.utils.data
 from torch import Tensor
 
+from autopar.runtime import data
 from autopar.runtime.data import Loader, StandardLibrary, load_dataset
 from autopar.runtime.parameters import chunk_range
 from autopar.runtime.weights import Names, draw
@@ -98,3 +103,92 @@ def test_recorded_ops_are_seeded_by_name() -> None:
 def test_the_default_data_are_for_token_models() -> None:
     with pytest.raises(ValueError, match="this model takes other inputs: give --data module:function"):
         load_dataset(None, make_settings(vocabulary=None))
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Sample i of a list, which may be an error to raise."""
+
+    rows: list[Any]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        if isinstance(self.rows[index], Exception):
+            raise self.rows[index]
+        return self.rows[index]
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """torch's own has a __getitem__, which raises."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+GOOD = {"input_ids": [1, 2]}
+BAD_DATASETS = {
+    "empty": (Samples([]), r"--data mine:\w+ gives an empty dataset \(Samples\): len\(dataset\) is 0"),
+    "few": (Samples([GOOD] * 7), r"gives 7 samples, and a step takes 8 \(global_batch\): .* at most 7"),
+    "stream": (Stream(), "gives a Stream, which is not map-style: it must have len"),
+    "generator": ((GOOD for _ in range(9)), "gives a generator, which is not map-style: it must have len"),
+}
+BAD_SAMPLES = {
+    "raises": (KeyError("text"), "sample 5 of the dataset: KeyError: 'text'"),
+    "tuple": (([1, 2], 3), "sample 5 of the dataset is a tuple: return a dict of inputs"),
+    "text": ({"input_ids": "one two"}, "sample 5 of the dataset: 'input_ids' makes no tensor"),
+    "shape": ({"input_ids": [1, 2, 3]}, r"sample 5 of the dataset is input_ids \[3\], sample 4 is input_ids \[2\]"),
+    "names": ({"ids": [1, 2]}, r"sample 5 of the dataset is ids \[2\], sample 4 is input_ids \[2\]"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_DATASETS)
+def test_a_dataset_that_cannot_be_trained_on_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset, said = BAD_DATASETS[kind]
+    monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(make=lambda: dataset))
+    with pytest.raises(ValueError, match=said):
+        load_dataset("mine:make", make_settings())
+
+
+def test_a_function_that_is_missing_is_named_with_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = ModuleType("mine")
+    module.make_data, module.__file__ = Numbers, "mine.py"
+    monkeypatch.setitem(sys.modules, "mine", module)
+    with pytest.raises(ValueError, match=r"mine has no function 'make_date': did you mean make_data\?"):
+        load_dataset("mine:make_date", make_settings())
+    with pytest.raises(ValueError, match="--data no_such:f: no_such cannot be imported from"):
+        load_dataset("no_such:f", make_settings())
+
+
+def loader_of(rows: list[Any], **ranks: int) -> Loader:
+    """On a rank of two replicas with four samples each."""
+    mesh: Any = SimpleNamespace(
+        settings=make_settings(dp=2, tp=2), device=torch.device("cpu"), rank=lambda axis: ranks.get(axis, 0)
+    )
+    return Loader(Samples(rows), mesh, shuffle=False, seed=0)
+
+
+@pytest.mark.parametrize("kind", BAD_SAMPLES)
+def test_a_bad_sample_is_named(kind: str) -> None:
+    sample, said = BAD_SAMPLES[kind]
+    rows = [*[GOOD] * 5, sample, *[GOOD] * 4]
+    assert loader_of(rows).batch(0)["input_ids"].shape == (4, 2), "the other replica has it"
+    with pytest.raises(ValueError, match=said):
+        loader_of(rows, dp=1).batch(0)
+
+
+def test_one_rank_tells_what_all_have_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second rank of tp waits for the launcher to end it; where nobody does, it tells its error too."""
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    rows = [KeyError("text")] * 8
+    for tp in (0, 1):
+        with pytest.raises(ValueError, match="sample 0"):
+            loader_of(rows, tp=tp).batch(0)
+        assert len(waited) == tp
+    for rank in (0, 1):
+        monkeypatch.setattr(data, "dist", SimpleNamespace(is_initialized=lambda: True, get_rank=[rank].pop))
+        with pytest.raises(ValueError, match="no_such"):
+            load_dataset("no_such:f", make_settings())
+        assert len(waited) == 1 + rank

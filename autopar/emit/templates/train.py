@@ -78,8 +78,9 @@ def main() -> None:
         if args.save:
             trainer.prepare_saves(args.save)
         for step in range(trainer.steps, trainer.steps + args.steps):
-            batch = loader.batch(trainer.samples)
             meter.start()
+            batch = loader.batch(trainer.samples)
+            meter.loaded()
             result = trainer.step(batch)
             meter.stop(step, result, trainer.mesh)
             if args.save_every and trainer.steps % args.save_every == 0:
