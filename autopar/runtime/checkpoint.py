@@ -40,17 +40,19 @@ class State:
             pieces |= _plain("loss_scale", self.loss_scale.state())
         write_pieces(folder, pieces | _plain(f"rng.{dist.get_rank()}", streams()))
 
-    def load(self, folder: Path, resume_streams: bool) -> None:
+    def load(self, folder: Path, resume_streams: bool, resume_optimizer: bool) -> None:
         """Fill all in place from a checkpoint of any plan; every rank calls, and each reads its own parts.
 
         Optimizer state or a loss scale that is not there starts anew. resume_streams: ranks have the same places in the
-        mesh, so each goes on with its own random numbers.
+        mesh, so each goes on with its own random numbers. resume_optimizer: the optimizer is of the same class.
         """
         saved: dict[str, dict[str, TensorStorageMetadata]] = {}
         for key, found in saved_tensors(folder).items():
             saved.setdefault(key.rpartition(".")[0], {})[key.rpartition(".")[2]] = found
         states = {
             name: _empty_states(p.detach(), saved.get(f"optimizer.{self.names.whole(name)}", {}))
+            if resume_optimizer
+            else {}
             for name, p in self.parameters.items()
         }
         scale = self.loss_scale.state() if self.loss_scale.enabled and "loss_scale" in saved else {}

@@ -137,6 +137,14 @@ class _LoadPlanner(DefaultLoadPlanner):
                 )
         return LoadPlan(items)
 
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        assert self.metadata is not None
+        read = {item.storage_index.fqn for plan in global_plan for item in plan.items}
+        left = [key for key in self.metadata.state_dict_metadata if key.startswith("model.") and key not in read]
+        if left:
+            raise ValueError(f"the checkpoint has {', '.join(left[:5])}, and this program has not: another model's")
+        return global_plan
+
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         assert index.index is not None
         piece: Piece = self.state_dict[index.fqn][index.index]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from .settings import Settings
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 _LARGEST = 2.0**127  # in fp32, which scaled losses have
 _SHOWN = 5
+Named = tuple[str, Tensor]  # parts of one tensor may each have its name
 
 
 def compute_dtype(settings: Settings) -> torch.dtype:
@@ -83,7 +84,7 @@ class LossScale:
         self.clean, self.skipped = int(state["clean"]), int(state["skipped"])
 
 
-def overflow_error(scale: LossScale, loss: float, gradients: Mapping[str, Tensor]) -> OverflowError:
+def overflow_error(scale: LossScale, loss: float, gradients: Iterable[Named]) -> OverflowError:
     """What ends a run, naming the parameters of all ranks whose gradient is not finite. Every rank calls.
 
     gradients: this rank's parts, by original name.
@@ -96,7 +97,7 @@ def overflow_error(scale: LossScale, loss: float, gradients: Mapping[str, Tensor
     )
 
 
-def not_finite_error(step: int, loss: float, norm: float, gradients: Mapping[str, Tensor]) -> FloatingPointError:
+def not_finite_error(step: int, loss: float, norm: float, gradients: Iterable[Named]) -> FloatingPointError:
     """What ends a run whose loss or gradients are not finite, before they change a weight. Every rank calls."""
     names = not_finite(gradients)
     bad = f"the gradient of {_shown(names)} is not finite" if names else "each gradient is finite, their norm is not"
@@ -106,9 +107,9 @@ def not_finite_error(step: int, loss: float, norm: float, gradients: Mapping[str
     )
 
 
-def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+def not_finite(tensors: Iterable[Named]) -> list[str]:
     """Names of all ranks' tensors that are not finite, in the order of the stages. Every rank calls."""
-    own = [name for name, x in tensors.items() if not x.isfinite().all()]
+    own = [name for name, x in tensors if not x.isfinite().all()]
     held: list[Sequence[str]] = [own]
     if dist.get_world_size() > 1:
         held *= dist.get_world_size()

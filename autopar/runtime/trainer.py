@@ -80,7 +80,7 @@ class Trainer:
         self.steps, self.samples = told.get("step", 0), told.get("samples", 0)  # samples: consumed, by all replicas
         self.seed: int = told.get("seed", 0) if seed is None else seed
         self.settings, self.clip, self._stop = settings, clip, False
-        self._saved: tuple[Path, int] | None = None
+        self._saved = (saved.parent, self.steps) if saved else None
         seed_generators(self.seed + self.steps, self.mesh)  # not the dropout masks of the first steps again
         self.models: list[nn.Module] = [program.Model(stage).train() for stage in self.mesh.stages]
         copies = copied_names(self.models, dict(program.TIED))
@@ -109,8 +109,11 @@ class Trainer:
         self._count_targets = getattr(program, "count_targets", None)
         self._state = State(self.parameters, self.optimizer, self.names, self.buffers, self.loss_scale)
         if saved:
-            axes = [(told["plan"][axis], getattr(settings, axis)) for axis in ("pp", "dp", "cp", "tp")]
-            self._state.load(saved, all(a == b for a, b in axes) and self.seed == told["seed"])
+            same = {key: told["plan"][key] == getattr(settings, key) for key in ("pp", "dp", "cp", "tp", "optimizer")}
+            if not same["optimizer"] and dist.get_rank() == 0:
+                print(f"{saved} has states of {told['plan']['optimizer']}: those of {settings.optimizer} start anew")
+            optimizer = same.pop("optimizer")
+            self._state.load(saved, all(same.values()) and self.seed == told["seed"], optimizer)
 
     @property
     def model(self) -> nn.Module:
@@ -156,8 +159,8 @@ class Trainer:
         if self.loss_scale.hopeless:
             raise overflow_error(self.loss_scale, result.loss, self._own_gradients())
 
-    def _own_gradients(self) -> dict[str, Tensor]:
-        return {self.names.whole(n): local_part(p.grad) for n, p in self.parameters.items() if p.grad is not None}
+    def _own_gradients(self) -> list[tuple[str, Tensor]]:
+        return [(self.names.whole(n), local_part(p.grad)) for n, p in self.parameters.items() if p.grad is not None]
 
     def gradients(self) -> dict[str, Tensor]:
         """The whole gradients of this stage's parameters after a step, clipped if asked, by original name.
@@ -182,14 +185,14 @@ class Trainer:
 
         Raises FloatingPointError where a trained parameter is not finite.
         """
-        if self._saved == (folder, self.steps):
+        if self._saved == (folder.resolve(), self.steps):
             return
-        trained = {self.names.whole(n): local_part(p.detach()) for n, p in self.parameters.items() if p.requires_grad}
+        trained = [(self.names.whole(n), local_part(p.detach())) for n, p in self.parameters.items() if p.requires_grad]
         if bad := not_finite(trained):
             raise FloatingPointError(f"after {self.steps} steps {bad[0]} is not finite: nothing was saved to {folder}")
         told = {"step": self.steps, "samples": self.samples, "seed": self.seed, "plan": asdict(self.settings)}
         write_folder(folder, told, self._state.save, keep)
-        self._saved = folder, self.steps
+        self._saved = folder.resolve(), self.steps
 
     def _whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         whole = {self.names.original(name): full(t) for name, t in tensors.items()}

@@ -212,15 +212,16 @@ def test_a_run_that_meets_nan_saves_nothing_over(saved: Path, place: Path) -> No
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32", "fp64"])
 def test_a_gradient_that_is_not_finite_is_named_and_changes_nothing(precision: str, tmp_path: Path) -> None:
-    """In rank 1's part of one parameter, with a finite loss."""
-    model, batches = original(), make_batches(2)
+    """In rank 1's part of one part of one parameter, with a finite loss."""
+    model, batches = original(fused=True), make_batches(2)
 
     def on_rank(rank: int) -> None:
-        trainer = Trainer(program(make_settings(dp=2, zero=2, precision=precision)), weights_of(model), device="cpu")
-        spoil(trainer, lambda: rank == 1 and trainer.steps == 1, "h.1.mlp.up.weight")
+        settings = make_settings(dp=2, zero=2, precision=precision)
+        trainer = Trainer(program(settings, fused=True), weights_of(model), device="cpu")
+        spoil(trainer, lambda: rank == 1 and trainer.steps == 1, "h.1.attn.k.weight")
         trainer.step(local_batch(batches[0], trainer.settings, rank))
         before = {name: x.clone() for name, x in trainer.state_dict().items()}
-        with pytest.raises(FloatingPointError, match="step 1: .* gradient of h.1.mlp.up.weight is not finite"):
+        with pytest.raises(FloatingPointError, match="step 1: .* gradient of h.1.attn.qkv.weight is not finite"):
             trainer.step(local_batch(batches[1], trainer.settings, rank))
         assert all(torch.equal(x, before[name]) for name, x in trainer.state_dict().items())
         with torch.no_grad():

@@ -115,6 +115,49 @@ def test_checkpoints_resume_under_another_plan(tmp_path: Path) -> None:
     assert saved == {f"model.{name}" for name in names}
 
 
+def test_a_checkpoint_of_another_model_is_refused_and_of_another_optimizer_begins_its_states(tmp_path: Path) -> None:
+    batch, model, saved = make_batches(2), original(), tmp_path / "saved"
+    torch.save(dict(model.named_buffers()), tmp_path / "weights.pt")
+
+    def resumed(module: Any) -> Trainer:
+        module.__file__ = str(tmp_path / "model.py")
+        return Trainer(module, saved, device="cpu")
+
+    def rank_main(rank: int) -> None:
+        trainer = Trainer(program(make_settings(dp=2, zero=3)), weights_of(model), device="cpu")
+        train(trainer, batch[:1])
+        trainer.save(saved)
+        for other, words in (
+            (program(make_settings(dp=2), vocabulary=37), "'model.lm_head.weight' has shape .*, and in the checkpoint"),
+            (
+                _without_norm(program(make_settings(dp=2))),
+                "the checkpoint has model.ln_f.bias, and this program has not: another model's",
+            ),
+        ):
+            with pytest.raises(ValueError, match=words):
+                resumed(other)
+        settings = make_settings(dp=2, optimizer="SGD", optimizer_kwargs={"lr": 0.1, "momentum": 0.9})
+        anew = resumed(program(settings))
+        assert anew.steps == 1 and not any(map(anew.optimizer.states, anew.parameters))
+        train(anew, batch[1:])
+
+    run_ranks(2, rank_main)
+
+
+def _without_norm(module: Any) -> Any:
+    """The program with its last norm's bias a constant."""
+    build = module.Model
+
+    def model(stage: int) -> Any:
+        made = build(stage)
+        del made.ln_f.bias
+        made.ln_f.bias = torch.zeros(())
+        return made
+
+    module.Model = model
+    return module
+
+
 def _keys(folder: Path) -> set[str]:
     from torch.distributed.checkpoint import FileSystemReader  # type: ignore[attr-defined]
 
