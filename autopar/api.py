@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +23,7 @@ from .cost_models.step_time import Estimate
 from .emit.emission import Predicted
 from .emit.load import load_source
 from .emit.opaque import pack_opaque
+from .emit.overwrite import check_folder
 from .emit.project import save_project, save_tensors
 from .emit.source import model_source
 from .emit.text import fenced
@@ -29,6 +31,7 @@ from .errors import PlanError
 from .ir.graph import B, Program, S
 from .ir.identifiers import printable
 from .ir.unread import unread_note
+from .options import check, check_names
 from .parity import Parity
 from .passes.islands import islands_note
 from .plan import Plan
@@ -38,7 +41,7 @@ from .rules.padding import padding_of
 from .search.context_note import context_note
 from .search.explain import explain, plan_table
 from .search.explain import why_not as why_slower
-from .search.job import cp_sizes, illegal_sizes, search_job, tp_sizes
+from .search.job import check_choices, check_layers, cp_sizes, illegal_sizes, search_job, tp_sizes
 from .search.layouts import LAYOUTS
 from .search.pins import Pins
 from .search.search import SearchResult
@@ -84,14 +87,22 @@ def parallelize(
     reduce_dtype="bf16" sums the gradients of replicas in the compute dtype rather than in fp32.
     Raises PlanError (a ValueError) naming what is wrong, where, and the way out.
     """
+    chosen = make_pins(pins)
+    check({"sequence_parallel": sequence_parallel})
+    together = {
+        "gpu": gpu, "global_batch": global_batch, "pad_to_multiple_of": pad_to_multiple_of, "precision": precision,
+        "compile": compile,
+    }  # fmt: skip
+    check_choices(chosen, gpus, sequence=sequence, **together)
     job = make_job(
         model, gpus, gpu=gpu, memory=memory, inputs=inputs, loss=loss, sequence=sequence,
         global_batch=global_batch, optimizer=optimizer, precision=precision, batch_norm=batch_norm, compile=compile,
         pad_to_multiple_of=pad_to_multiple_of,
     )  # fmt: skip
+    check_choices(chosen, job.cluster, sequence=job.padded_from or job.sequence, **together)
     with progress(f"tracing {job.name}"):
         program = prepare(job.model, job.inputs, job.precision, job.batch_norm)
-    chosen = _pins(pins)
+    check_layers(program, job, chosen)
     illegal = illegal_sizes(program, job, chosen)
     if job.padded_from is not None:
         padding_of(program, job.padded_from, job.sequence)
@@ -165,7 +176,9 @@ class Parallelized:
 
     def compare(self, sequence_parallel: bool | None = None, **pins: Any) -> str:
         """What if: the best plan with these pins beside the chosen one."""
-        chosen = _pins(pins)
+        chosen = make_pins(pins)
+        check({"sequence_parallel": sequence_parallel})
+        check_layers(self.program, self.job, chosen)
         illegal = illegal_sizes(self.program, self.job, chosen)
         solutions = {
             key: s
@@ -185,9 +198,13 @@ class Parallelized:
     def _source(self, plan: Plan, opaque: bytes) -> str:
         return model_source(compile_program(self.program, plan), plan, self._predicted(plan), str(self), opaque)
 
-    def save(self, folder: str | Path, plan: Plan | None = None) -> Path:
-        """Write the program: model.py, train.py, runtime/, plan.yaml, weights and launch files."""
+    def save(self, folder: str | Path, plan: Plan | None = None, *, overwrite: bool | Collection[str] = False) -> Path:
+        """Write the program: model.py, train.py, runtime/, plan.yaml, weights and launch files.
+
+        PlanError where the folder has files that were edited by hand; overwrite=True overwrites them.
+        """
         folder, plan = Path(folder), plan or self.plan
+        check_folder(folder, overwrite)
         opaque = pack_opaque(opaque_modules(self.program, self.job.model))
         source = self._source(plan, opaque)
         if self.weights.missing:
@@ -230,6 +247,7 @@ class Parallelized:
 
     def verify(self, steps: int = 5) -> Parity:
         """Train the emitted program and the original for a few steps in fp64 on CPU processes, and compare."""
+        check({"steps": steps})
         return verify_plan(self.job, self.plan, steps)
 
     def _predicted(self, plan: Plan) -> Predicted:
@@ -245,11 +263,11 @@ class Parallelized:
         return Predicted(estimate.step_time_s, 3 * flops, peak, estimate.peak_bytes, estimate.mfu)
 
 
-def _pins(pins: Mapping[str, Any]) -> Pins:
-    unknown = sorted(set(pins) - set(Pins.__dataclass_fields__))
-    if unknown:
-        legal = ", ".join(Pins.__dataclass_fields__)
-        raise PlanError(f"{', '.join(unknown)}: no such option; pins are {legal} and sequence_parallel")
+def make_pins(pins: Mapping[str, Any]) -> Pins:
+    """The pins by name; PlanError for other names, with the nearest."""
+    legal = (*Pins.__dataclass_fields__, *inspect.signature(parallelize).parameters)
+    if unknown := set(pins) - set(Pins.__dataclass_fields__):
+        check_names(unknown, [name for name in legal if name not in ("model", "pins")], "no such option; there are")
     return Pins(**pins)
 
 

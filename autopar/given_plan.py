@@ -12,8 +12,8 @@ from .cost_models.memory import host_room_bytes
 from .cost_models.step_time import estimate_price
 from .errors import InfeasibleError, PlanError
 from .ir.graph import Program
-from .plan import CONTEXT_LAYOUTS, Plan
-from .plan_form import nearest
+from .options import CONTEXT_LAYOUTS, nearest
+from .plan import Plan
 from .search.layouts import LAYOUTS
 from .search.search import Candidate
 from .search.sizes import gib

@@ -11,13 +11,13 @@ import yaml
 
 from .errors import PlanError
 from .mesh import AXES, Mesh
+from .options import check
 from .placement import Strategy
 from .plan_form import check_form
 from .recompute import Again, from_plain, to_plain
 from .schedules import why_not, why_not_split
 
-CONTEXT_LAYOUTS = ("ring", "ulysses", "all_gather")
-PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
+_OPTIONS = ("global_batch", "micro_batch", "sequence", "zero", "hsdp", "offload", "loss_chunks", "precision", "compile")
 MASTERS = {"bf16": "fp32", "fp16": "fp32", "fp32": "fp32", "fp64": "fp64"}  # precision → of weights and states
 
 
@@ -100,16 +100,9 @@ class Plan:
         return len(self.stages) // self.mesh.pp
 
     def __post_init__(self) -> None:
-        sizes = {axis: self.mesh.size(axis) for axis in AXES}
-        sizes |= {name: getattr(self, name) for name in ("global_batch", "micro_batch", "sequence", "loss_chunks")}
-        if wrong := [f"{name}={size!r}" for name, size in sizes.items() if not isinstance(size, int) or size < 1]:
-            raise PlanError(f"{', '.join(wrong)}: use whole numbers of 1 or more")
-        if self.sequence % self.mesh.cp:
-            raise PlanError(
-                f"{asked_length(self.sequence, self.padded_from)} is not divisible by cp={self.mesh.cp}: "
-                f"use {lengths_that_work(self.sequence, self.padded_from, self.mesh.cp, 2 * self.mesh.cp)}, "
-                "or another cp"
-            )
+        check({axis: self.mesh.size(axis) for axis in AXES} | {name: getattr(self, name) for name in _OPTIONS})
+        check({"gpus": self.mesh.world_size})
+        check_cut(self.sequence, self.padded_from, self.mesh.cp)
         if self.padded_from is not None and not 1 <= self.padded_from < self.sequence:
             raise PlanError(
                 f"padded_from={self.padded_from} with sequence={self.sequence}: samples are padded to a longer "
@@ -128,8 +121,6 @@ class Plan:
             )
         if why := why_not(self.schedule, self.mesh.pp, self.virtual_stages, self.accumulation):
             raise PlanError(why)
-        if self.zero not in (0, 1, 2, 3):
-            raise PlanError(f"zero={self.zero!r}: use 0, 1, 2 or 3")
         if why := why_not_split(self.schedule, self.zero, bool(self.recompute), self.compile):
             raise PlanError(why)
         check_precision(self.precision, self.reduce_dtype)
@@ -209,11 +200,19 @@ class Plan:
 
 def check_precision(precision: str, reduce_dtype: str | None) -> None:
     """PlanError where there is no such precision, or its gradients cannot be reduced so."""
-    if precision not in PRECISIONS:
-        raise PlanError(f"precision={precision!r}: use one of {', '.join(PRECISIONS)}")
+    check({"precision": precision})
     legal = dict.fromkeys((MASTERS[precision], precision))
     if reduce_dtype is not None and reduce_dtype not in legal:
         raise PlanError(f"reduce_dtype={reduce_dtype!r} with precision={precision!r}: use {' or '.join(legal)}")
+
+
+def check_cut(sequence: int, padded_from: int | None, cp: int) -> None:
+    """PlanError where the ranks of cp cannot have equal parts of a sequence."""
+    if sequence % cp:
+        raise PlanError(
+            f"{asked_length(sequence, padded_from)} is not divisible by cp={cp}: "
+            f"use {lengths_that_work(sequence, padded_from, cp, 2 * cp)}, or another cp"
+        )
 
 
 def asked_length(sequence: int, padded_from: int | None) -> str:

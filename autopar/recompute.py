@@ -21,6 +21,7 @@ from typing import Any
 from .errors import PlanError
 
 LAYER = "layer"
+MOST_LAYERS = 100_000  # beyond any model; a range of layers is written out
 # Each whole sublayer with the part of it that is a region of its own.
 PARTS = {"attention": "attention core", "mlp": "activation"}
 REGIONS = ("attention core", "attention", "activation", "mlp")
@@ -55,7 +56,7 @@ def choice(text: str) -> str:
     text = " ".join(text.replace("_", " ").split())
     if text in (LAYER, "groups of 1"):
         return LAYER
-    if re.fullmatch(r"groups of [1-9]\d*", text):
+    if re.fullmatch(r"groups of [1-9]\d{0,4}", text):
         return text
     given = {part.strip() for part in text.split(",")}
     if not given <= {*REGIONS}:
@@ -122,9 +123,11 @@ def from_plain(data: Any) -> tuple[Again, ...]:
 def is_plain(data: Any) -> bool:
     """Whether `from_plain` can read it: a list of layers, or ranges of layers with words."""
     if isinstance(data, list):
-        return all(isinstance(layer, int) and not isinstance(layer, bool) for layer in data)
+        return all(
+            isinstance(layer, int) and not isinstance(layer, bool) and 0 <= layer < MOST_LAYERS for layer in data
+        )
     return isinstance(data, dict) and all(
-        re.fullmatch(r"\d+(-\d+)?", str(key)) and isinstance(what, str) for key, what in data.items()
+        re.fullmatch(r"\d{1,5}(-\d{1,5})?", str(key)) and isinstance(what, str) for key, what in data.items()
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,16 +14,15 @@ from torch import nn
 from .cost_models.hardware import Cluster, default_gpu
 from .errors import PlanError
 from .ir.identifiers import identifier
-from .plan import Optimizer, check_precision
+from .options import OPTIMIZERS, check, nearest, read_memory, shown
+from .plan import Optimizer
+from .trace.asked import check_arguments, check_keywords, check_model
 from .trace.example_inputs import default_inputs, longest_sequence
 from .trace.huggingface import huggingface_of
 from .trace.initialise import build_on_meta
 from .trace.signature import keyword_signature
 
-# Elementwise: a shard of the state needs only the shard of the parameter.
-OPTIMIZERS = ("AdamW", "Adam", "SGD", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "ASGD", "Rprop")
 _LONGEST_DEFAULT = 8192
-_UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 Loss = Callable[[Any, Mapping[str, Any]], torch.Tensor]
 OptimizerLike = str | type[torch.optim.Optimizer] | tuple[Any, Mapping[str, Any]] | torch.optim.Optimizer | None
@@ -73,32 +71,48 @@ def make_job(
 ) -> Job:
     """Check what was asked; raises PlanError naming what is wrong and the way out."""
     notes: list[str] = []
+    check({
+        "sequence": sequence, "global_batch": global_batch, "precision": precision, "batch_norm": batch_norm,
+        "compile": compile, "pad_to_multiple_of": pad_to_multiple_of, "memory": memory,
+    })  # fmt: skip
+    cluster = read_cluster(gpus, gpu, notes)
+    precision = precision or default_precision(cluster)
+    check_arguments(model, inputs, loss)
     factory = None if isinstance(model, nn.Module) else model
     module = model if isinstance(model, nn.Module) else build_on_meta(model)
-    cluster = _cluster(gpus, gpu, notes)
-    precision = precision or ("fp32" if cluster.gpu == "cpu" else "bf16")
-    check_precision(precision, None)
-    if batch_norm not in ("refuse", "synchronise"):
-        raise PlanError(f"batch_norm={batch_norm!r}: use 'refuse' or 'synchronise'")
+    check_model(module)
     chosen_optimizer = read_optimizer(module, optimizer)
     tokens = _sequence(module, inputs, sequence, notes)
-    sequence = _padded_length(tokens, pad_to_multiple_of)
+    sequence = padded_length(tokens, pad_to_multiple_of)
     if inputs is None:
         inputs = _default_inputs(module, sequence)
     elif inputs.get("use_cache") and huggingface_of(module) is not None:
         inputs = {**inputs, "use_cache": False}  # of generation
+    check_keywords(module, inputs, with_loss=loss is not None)
     if loss is not None:
         module = with_loss(module, loss, inputs)
     if global_batch is None:
-        global_batch = 8 * cluster.gpus
-        notes.append(f"global_batch={global_batch} (8 a GPU)")
+        global_batch = default_batch(cluster)
+        notes.append(f"global_batch={global_batch} (8 a {cluster.unit})")
+    budget_bytes = None if memory is None else read_memory(memory)
     return Job(
-        module, factory, inputs, cluster, global_batch, sequence, read_memory(memory), precision, chosen_optimizer,
+        module, factory, inputs, cluster, global_batch, sequence, budget_bytes, precision, chosen_optimizer,
         tuple(notes), batch_norm, compile, loss, tokens if tokens < sequence else None,
     )  # fmt: skip
 
 
-def _cluster(gpus: int | Cluster | None, gpu: str | None, notes: list[str]) -> Cluster:
+def default_precision(cluster: Cluster) -> str:
+    """In which to compute, where nobody says."""
+    return "fp32" if cluster.gpu == "cpu" else "bf16"
+
+
+def default_batch(cluster: Cluster) -> int:
+    """Samples of a step, where nobody says."""
+    return 8 * cluster.gpus
+
+
+def read_cluster(gpus: int | Cluster | None, gpu: str | None, notes: list[str]) -> Cluster:
+    """The cluster that was asked for; what is taken by default is added to `notes`."""
     if isinstance(gpus, Cluster):
         return gpus
     if gpus is None:
@@ -113,12 +127,16 @@ def _cluster(gpus: int | Cluster | None, gpu: str | None, notes: list[str]) -> C
 
 
 def _sequence(model: nn.Module, inputs: Mapping[str, Any] | None, sequence: int | None, notes: list[str]) -> int:
-    """The length asked, else of the inputs, else the longest the config allows up to 8,192; 1 without tokens."""
+    """The length asked, else of the inputs, else the longest the config allows up to 8,192; 1 without tokens.
+
+    Floating inputs of two dims are tables of features, as the trace takes them: no sequence.
+    """
     if sequence is not None:
         return sequence
-    rows = [v for v in (inputs or {}).values() if isinstance(v, torch.Tensor) and v.dim() == 2]
-    if rows:  # those of integers have tokens, as the trace takes them
-        return int(max(v.shape[1] for v in [v for v in rows if not v.is_floating_point()] or rows))
+    tensors = [v for v in (inputs or {}).values() if isinstance(v, torch.Tensor)]
+    shapes = [v.shape for v in tensors if v.dim() == 2 and not v.is_floating_point()]
+    if shapes:
+        return int(max(shape[1] for shape in shapes))
     if inputs is not None:
         return 1  # no sequence: images, features
     inner = huggingface_of(model)
@@ -129,12 +147,10 @@ def _sequence(model: nn.Module, inputs: Mapping[str, Any] | None, sequence: int 
     return min(longest, _LONGEST_DEFAULT)
 
 
-def _padded_length(tokens: int, multiple: int | None) -> int:
+def padded_length(tokens: int, multiple: int | None) -> int:
     """The next multiple of `multiple`, if given."""
     if multiple is None:
         return tokens
-    if not isinstance(multiple, int) or multiple < 1:
-        raise PlanError(f"pad_to_multiple_of={multiple!r}: use a whole number of tokens, 1 or more")
     if tokens == 1:
         raise PlanError("pad_to_multiple_of is for sequences, and these inputs have none: leave it out")
     return -(-tokens // multiple) * multiple
@@ -165,25 +181,19 @@ def with_loss(model: nn.Module, loss: Loss, names: Iterable[str]) -> nn.Module:
     return clone
 
 
-def read_memory(memory: str | float | None) -> float | None:
-    """Bytes of "70GiB", "512 MiB", "80GB" or a number of bytes."""
-    if memory is None or isinstance(memory, int | float):
-        return memory
-    match = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]*)\s*", memory)
-    if not match or match[2].lower() not in _UNITS:
-        raise PlanError(f"memory={memory!r}: write it as '70GiB', '512MiB', '80GB' or a number of bytes")
-    return float(match[1]) * _UNITS[match[2].lower()]
-
-
 def read_optimizer(model: nn.Module, optimizer: OptimizerLike) -> Optimizer:
     """A class, its name, (class, kwargs), or an optimizer made for this model, whose groups are kept by name."""
     if optimizer is None:
         return Optimizer()
     if isinstance(optimizer, torch.optim.Optimizer):
         return _read_instance(model, optimizer)
-    kind, kwargs = optimizer if isinstance(optimizer, tuple) else (optimizer, {})
-    name = kind if isinstance(kind, str) else kind.__name__
+    kind, kwargs = optimizer if isinstance(optimizer, tuple) and len(optimizer) == 2 else (optimizer, {})
+    name = kind if isinstance(kind, str) else getattr(kind, "__name__", None)
+    if name is None or not isinstance(kwargs, Mapping):
+        raise PlanError(f"optimizer={shown(optimizer)}: use 'AdamW', torch.optim.AdamW or ('AdamW', {{'lr': 1e-3}})")
     _check_elementwise(name)
+    for key, value in kwargs.items():
+        _check_hyperparameter(name, key, value)
     try:
         getattr(torch.optim, name)([nn.Parameter(torch.zeros(1))], **kwargs)
     except (TypeError, ValueError) as error:
@@ -221,6 +231,15 @@ def _read_instance(model: nn.Module, optimizer: torch.optim.Optimizer) -> Optimi
 def _check_elementwise(name: str) -> None:
     if name not in OPTIMIZERS:
         raise PlanError(
-            f"optimizer {name!r} is not known to be elementwise, so shards of its state would compute something else: "
-            f"use one of {', '.join(OPTIMIZERS)}"
+            f"optimizer {name!r}{nearest(name, OPTIMIZERS)} is not known to be elementwise, so shards of its state "
+            f"would compute something else: use one of {', '.join(OPTIMIZERS)}"
         )
+
+
+def _check_hyperparameter(optimizer: str, name: str, value: Any) -> None:
+    """PlanError for what plan.yaml cannot hold, and for numbers that torch takes but cannot train with."""
+    numbers = value if isinstance(value, tuple | list) else (value,)
+    if any(not isinstance(n, bool | int | float | str | None) for n in numbers):
+        raise PlanError(f"optimizer {optimizer}: {name}={shown(value)}: use plain numbers, True or False")
+    if any(isinstance(n, int | float) and not abs(n) < 1e38 for n in numbers):
+        raise PlanError(f"optimizer {optimizer}: {name}={shown(value)}: use finite numbers")

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from autopar.errors import PlanError
+from autopar.options import check, shown
 
 DEFAULT_GPU = "h100-sxm-80gb"
 GIB = 2**30
@@ -85,29 +86,43 @@ class Cluster:
     gpus_per_node: int | None = None
 
     def __post_init__(self) -> None:
-        if self.gpus < 1:
-            raise PlanError(f"gpus={self.gpus}: a plan needs at least one GPU; use gpus=1 or more")
-        if self.gpus_per_node is not None and self.gpus_per_node < 1:
-            raise PlanError(f"gpus_per_node={self.gpus_per_node}: use 1 or more")
+        if not isinstance(self.gpu, str):
+            raise PlanError(f"gpu={shown(self.gpu)}: use one of {', '.join(gpu_names())}")
+        check({"gpus": 0 if self.gpus is None else self.gpus, "gpus_per_node": self.gpus_per_node})
         if self.gpu != "cpu":
             gpu(self.gpu)
 
     @property
     def hardware(self) -> Hardware:
         """The GPU with this cluster's node size. `cpu` is measured at first use (see calibrate.py)."""
-        hardware = gpu(self.gpu, processes=self.gpus)
-        per_node = self.gpus_per_node or hardware.gpus_per_node
-        return replace(hardware, gpus_per_node=per_node)
+        return replace(gpu(self.gpu, processes=self.gpus), gpus_per_node=self.per_node)
+
+    @property
+    def per_node(self) -> int:
+        """GPUs of a node, known without measuring a CPU, all whose processes are one node."""
+        return self.gpus_per_node or (self.gpus if self.gpu == "cpu" else gpu(self.gpu).gpus_per_node)
+
+    @property
+    def unit(self) -> str:
+        """One of what `gpus` counts: "GPU", or "process" on a CPU."""
+        return "process" if self.gpu == "cpu" else "GPU"
+
+    @property
+    def count(self) -> str:
+        """ "64 GPUs", or "4 processes" on a CPU."""
+        if self.gpus == 1:
+            return f"1 {self.unit}"
+        return f"{self.gpus} {'processes' if self.gpu == 'cpu' else 'GPUs'}"
 
     @property
     def nodes(self) -> int:
-        return -(-self.gpus // self.hardware.gpus_per_node)
+        return -(-self.gpus // self.per_node)
 
     def __str__(self) -> str:
-        hardware = self.hardware
-        each = min(self.gpus, hardware.gpus_per_node)
-        nodes = f" ({self.nodes} nodes × {each})" if self.nodes > 1 else ""
-        return f"{self.gpus} × {hardware.label}{nodes}"
+        if self.gpu == "cpu":
+            return f"{self.count} on this CPU"
+        nodes = f" ({self.nodes} nodes × {min(self.gpus, self.per_node)})" if self.nodes > 1 else ""
+        return f"{self.gpus} × {gpu(self.gpu).label}{nodes}"
 
 
 def gpu(name: str, processes: int = 1) -> Hardware:

@@ -32,7 +32,7 @@ def run(
     result = autopar.parallelize(model, memory=budget, **ask)
     print(result, end="\n\n")
     print(result.explain(), end="\n\n")
-    result.save(folder)
+    result.save(folder, overwrite=True)
     lines = len((folder / "model.py").read_text().splitlines())
     print(f"wrote {folder}/ (model.py: {lines} lines)\n")
     compare_memory(plain, result, folder, budget)
@@ -51,7 +51,7 @@ def prove(
     started = time.monotonic()
     result = autopar.parallelize(model, gpu="cpu", inputs=inputs, **ask)
     print(result, end="\n\n")
-    result.save(folder)
+    result.save(folder, overwrite=True)
     print(f"wrote {folder}/; training {steps} steps on {data}:")
     log = folder / "train.jsonl"
     train(folder, steps, log, "--data", data, "--lr", "0.003", processes=result.plan.mesh.world_size)

@@ -50,7 +50,7 @@ def main() -> None:
     run(tiny_llama(), None, budget="24MiB", folder=Path("out/llama"), steps=100, global_batch=16, sequence=128)
     result = autopar.parallelize(llama_3_8b(), gpus=64, gpu="h100-sxm-80gb")
     print(f"\n{result}\n\n{result.explain()}")
-    print(f"\nwrote {result.save('out/llama-64')}/")
+    print(f"\nwrote {result.save('out/llama-64', overwrite=True)}/")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopar.cost_models.hardware import Cluster
 from autopar.errors import PlanError
-from autopar.plan import check_precision
+from autopar.plan import asked_length, check_cut, check_precision
 
 from .pins import Pins, Request
 from .sizes import divisors, listed
@@ -14,8 +14,15 @@ def check(request: Request, cluster: Cluster, context: bool = False) -> None:
     """PlanError, with the arithmetic, where pins and cluster or batch cannot go together. context: cp may be free."""
     pins, gpus, batch = request.pins, cluster.gpus, request.global_batch
     check_precision(request.precision, pins.reduce_dtype)
-    if batch < 1 or request.sequence < 1:
-        raise PlanError(f"global_batch={batch}, sequence={request.sequence}: use 1 or more of each")
+    if pins.cp is not None and request.sequence > 1:
+        check_cut(request.sequence, request.padded_from, pins.cp)
+    if pins.attention is not None and pins.cp is None and not context:
+        parts = next((f"pad_to_multiple_of={2 * c}, " for c in divisors(gpus) if c > 1), "")
+        raise PlanError(
+            f"attention={pins.attention!r} is for cp > 1, and none divides gpus={gpus} and "
+            f"{asked_length(request.sequence, request.padded_from)}: use {parts}another length or number of GPUs, or "
+            "leave it free"
+        )
     sizes = {name: getattr(pins, name) for name in ("pp", "dp", "cp", "tp") if getattr(pins, name) is not None}
     pinned = 1
     for size in sizes.values():

@@ -5,21 +5,62 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from ..cost_models.hardware import Cluster
 from ..cost_models.layer_costs import ModelCosts
 from ..errors import PlanError
 from ..ir.graph import B, Program, S
 from ..ir.units import read_elsewhere
+from ..options import check
 from ..plan import asked_length
-from ..request import Job
+from ..request import Job, default_batch, default_precision, padded_length, read_cluster
 from ..rules.data_axis import data_types
 from .layouts import position_rows, why_not
-from .pins import Pins
+from .pins import Pins, Request
 from .search import SearchResult, search
 from .sizes import divisors
-from .space import NO_STAGES
+from .space import NO_STAGES, check_space
 
 _WORTH_CUTTING = 16_384  # tokens of a sequence, from which on cp is looked at unasked
 _SHORTEST_PART = 1_024  # tokens of a rank of cp, unasked
+
+
+def check_choices(
+    pins: Pins,
+    gpus: int | Cluster | None,
+    *,
+    gpu: str | None,
+    global_batch: int | None,
+    sequence: int | None,
+    pad_to_multiple_of: int | None,
+    precision: str | None,
+    compile: bool | None,
+) -> None:
+    """PlanError where pins, cluster and sizes cannot go together, with the arguments of `parallelize`.
+
+    Asked before a model is built or traced: the same space as the search's, of a model with any layers.
+    """
+    check({
+        "global_batch": global_batch, "sequence": sequence, "pad_to_multiple_of": pad_to_multiple_of,
+        "precision": precision, "compile": compile,
+    })  # fmt: skip
+    cluster = read_cluster(gpus, gpu, [])
+    length = 1 if sequence is None else padded_length(sequence, pad_to_multiple_of)
+    request = Request(
+        global_batch or default_batch(cluster), length, 0.0, precision or default_precision(cluster), pins=pins,
+        compile=bool(compile), padded_from=sequence if sequence != length else None,
+    )  # fmt: skip
+    check_space(request, cluster)
+
+
+def check_layers(program: Program, job: Job, pins: Pins) -> None:
+    """PlanError where a pin names layers that the model has not."""
+    layers = len(program.layer_calls)
+    named = pins.recompute if isinstance(pins.recompute, tuple) else ()
+    if wrong := sorted(layer for layer in named if isinstance(layer, int) and layer >= layers):
+        has = f"has layers 0 to {layers - 1}" if layers else "has no list of layers"
+        raise PlanError(f"recompute={named}: {job.name} {has}, and none is {', '.join(map(str, wrong))}")
+    if isinstance(pins.recompute, int) and pins.recompute > layers:
+        raise PlanError(f"recompute={pins.recompute}: {job.name} has {layers} layers to recompute")
 
 
 def search_job(
@@ -57,14 +98,7 @@ def cp_sizes(program: Program, job: Job, pins: Pins) -> list[int]:
         return [pins.cp]
     sizes = [c for c in divisors(job.cluster.gpus) if job.sequence % c == 0]
     if pins.attention is not None:
-        if not (cut := [c for c in sizes if c > 1]):
-            parts = next((f"pad_to_multiple_of={2 * c}, " for c in divisors(job.cluster.gpus) if c > 1), "")
-            raise PlanError(
-                f"attention={pins.attention!r} is for cp > 1, and none divides gpus={job.cluster.gpus} and "
-                f"{asked_length(job.sequence, job.padded_from)}: use {parts}another length or number of GPUs, or leave "
-                "it free"
-            )
-        return cut
+        return [c for c in sizes if c > 1]
     wanted = job.sequence >= _WORTH_CUTTING or job.global_batch < job.cluster.gpus
     return [c for c in sizes if c == 1 or wanted and job.sequence // c >= _SHORTEST_PART]
 

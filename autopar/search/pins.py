@@ -7,9 +7,12 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from autopar.errors import PlanError
-from autopar.plan import CONTEXT_LAYOUTS, Optimizer
-from autopar.recompute import FORM, Again, choice, whole_layers
+from autopar.options import OPTIONS, PINS, check, check_names, shown
+from autopar.plan import Optimizer
+from autopar.recompute import Again, choice, whole_layers
 from autopar.rules.coupling import Coupling
+
+_NOT_FORBIDDEN = ("recompute", "reduce_dtype", "sequence_parallel")
 
 Recompute = str | int | tuple[int, ...] | tuple[Again, ...]
 
@@ -42,22 +45,10 @@ class Pins:
     forbid: Mapping[str, Collection[Any]] = field(default_factory=dict)  # by the names above
 
     def __post_init__(self) -> None:
-        names = {f.name for f in fields(self)} - {"forbid", "reduce_dtype"}
-        for name in self.forbid:
-            if name in ("recompute", "reduce_dtype"):
-                raise PlanError(f"forbid={name!r}: pin it to what you want instead")
-            if name not in names:
-                raise PlanError(f"forbid={name!r}: use one of {', '.join(sorted(names))}")
-        if self.attention not in (None, *CONTEXT_LAYOUTS):
-            raise PlanError(f"attention={self.attention!r}: use one of {', '.join(CONTEXT_LAYOUTS)}")
-        for name in ("pp", "dp", "cp", "tp", "hsdp", "micro_batch", "virtual_stages", "loss_chunks"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise PlanError(f"{name}={value}: use 1 or more")
-        if isinstance(self.recompute, int) and self.recompute < 0:
-            raise PlanError(f"recompute={self.recompute}: use 0 or more layers a stage")
-        if isinstance(self.recompute, str):
-            object.__setattr__(self, "recompute", _recompute(self.recompute))
+        check({f.name: getattr(self, f.name) for f in fields(self) if f.name != "forbid"})
+        _check_forbidden(self.forbid)
+        if isinstance(self.recompute, str) and self.recompute not in ("none", "full"):
+            object.__setattr__(self, "recompute", choice(self.recompute))
 
     def allows(self, name: str, value: Any) -> bool:
         """Neither pinned to something else nor forbidden."""
@@ -80,12 +71,19 @@ class Pins:
         return ", ".join(pinned + forbidden)
 
 
-def _recompute(text: str) -> str:
-    """A pin in words, as it is compared."""
-    try:
-        return text if text in ("none", "full") else choice(text)
-    except PlanError as error:
-        raise PlanError(f"recompute={text!r}: use 'none', 'full', {FORM}, a number or layer indices") from error
+def _check_forbidden(forbid: Any) -> None:
+    """PlanError where names or values are none that a pin may have."""
+    if not isinstance(forbid, Mapping):
+        raise PlanError(f"forbid={shown(forbid)}: use a mapping from names to values, as {{'zero': [3]}}")
+    for name, values in forbid.items():
+        if name in _NOT_FORBIDDEN:
+            raise PlanError(f"forbid={name!r}: pin it to what you want instead")
+        check_names([str(name)], [pin for pin in PINS if pin not in _NOT_FORBIDDEN], "forbid has no such pin; use")
+        if isinstance(values, str) or not isinstance(values, Collection):
+            raise PlanError(f"forbid={{{name!r}: {shown(values)}}}: use a list of values, as {{{name!r}: [...]}}")
+        for value in values:
+            if fault := OPTIONS[name].fault(name, value):
+                raise PlanError(f"forbid: {fault}")
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """Sizes: bytes as people read them, divisors, lists of numbers."""
 
+from math import isqrt
+
 
 def gib(size_bytes: float) -> str:
     """71.2 GiB; MiB below one."""
@@ -9,8 +11,9 @@ def gib(size_bytes: float) -> str:
 
 
 def divisors(n: int) -> list[int]:
-    """In ascending order."""
-    return [d for d in range(1, n + 1) if n % d == 0]
+    """In ascending order, found up to the square root."""
+    small = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
 
 
 def listed(values: list[int]) -> str:

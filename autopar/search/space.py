@@ -10,6 +10,7 @@ from autopar.cost_models.hardware import Cluster
 from autopar.errors import PlanError
 from autopar.mesh import AXES, Mesh
 from autopar.plan import sharding_text
+from autopar.recompute import MOST_LAYERS
 from autopar.schedules import why_not_split
 
 from .contradictions import check
@@ -18,6 +19,7 @@ from .schedules import recomputes, schedule_reasons, schedules
 from .sizes import divisors, listed
 
 NO_STAGES = "pp > 1"  # what is illegal where a model has nothing to spread over stages
+_MESHES_TRIED = 100
 
 
 @dataclass(frozen=True)
@@ -56,31 +58,52 @@ def enumerate_space(
     """
     check(request, cluster, context=any(cp > 1 for cp, _ in solved))
     reasons = _reasons(request, cluster, layers, solved, illegal)
-    meshes = [mesh for mesh in _meshes(cluster.gpus, layers, solved) if _allowed(mesh, request)]
-    per_node = cluster.hardware.gpus_per_node
-    choices = tuple(choice for mesh in meshes for choice in _choices(mesh, request, layers, per_node))
+    meshes = _meshes(request, cluster.gpus, layers, solved)
+    choices = tuple(choice for mesh in meshes for choice in _choices(mesh, request, layers, cluster.per_node))
     if not choices:
-        pinned = f" with {request.pins}" if str(request.pins) else ""
-        why = "; ".join(reasons) or "the pins contradict each other"
-        raise PlanError(
-            f"no legal plan for {cluster.gpus} GPUs, {layers} layer{'s' * (layers > 1)} and global_batch="
-            f"{request.global_batch}{pinned}: {why}. Free a pin, or change gpus or global_batch"
-            f"{f'. {request.coupling.detail}' if request.coupling else ''}"
-        )
+        raise PlanError(_no_plan(request, f"{cluster.count}, {layers} layer{'s' * (layers > 1)}", reasons))
     return Space(choices, tuple(reasons))
 
 
-def _meshes(gpus: int, layers: int, solved: Collection[tuple[int, int]]) -> Iterator[Mesh]:
-    for (cp, tp), pp in product(sorted(solved), range(1, layers + 1)):
-        for dp in range(1, gpus // (cp * tp * pp) + 1):
-            yield Mesh(pp=pp, dp=dp, cp=cp, tp=tp)
+def check_space(request: Request, cluster: Cluster) -> None:
+    """PlanError where pins, cluster and batch leave no legal plan, whatever the model is: asked before it is traced.
+
+    A sequence of 1 is one that is not known yet. Of huge clusters only the first meshes are looked at: what those do
+    not show is left to the search.
+    """
+    sizes, pins = divisors(cluster.gpus), request.pins
+    cps = [cp for cp in sizes if request.sequence == 1 or request.sequence % cp == 0] if pins.cp is None else [pins.cp]
+    check(request, cluster, context=max(cps) > 1)
+    tps = [tp for tp in sizes if pins.allows("tp", tp)][:1]  # a larger one only takes more of the cluster
+    solved = list(product(cps, tps))
+    for tried, mesh in enumerate(_meshes(request, cluster.gpus, MOST_LAYERS, solved)):
+        if tried >= _MESHES_TRIED or any(True for _ in _choices(mesh, request, MOST_LAYERS, cluster.per_node)):
+            return
+    raise PlanError(_no_plan(request, cluster.count, _reasons(request, cluster, MOST_LAYERS, solved, {})))
 
 
-def _allowed(mesh: Mesh, request: Request) -> bool:
-    pins = request.pins
-    if request.coupling and not request.coupling.replicas and mesh.dp > 1:
-        return False
-    return request.global_batch % mesh.dp == 0 and all(pins.allows(axis, mesh.size(axis)) for axis in AXES)
+def _no_plan(request: Request, machine: str, reasons: Collection[str]) -> str:
+    pinned = f" with {request.pins}" if str(request.pins) else ""
+    return (
+        f"no legal plan for {machine} and global_batch={request.global_batch}{pinned}: "
+        f"{'; '.join(reasons) or 'the pins contradict each other'}. Free a pin, or change gpus or global_batch"
+        f"{f'. {request.coupling.detail}' if request.coupling else ''}"
+    )
+
+
+def _meshes(request: Request, gpus: int, layers: int, solved: Collection[tuple[int, int]]) -> Iterator[Mesh]:
+    alone = request.coupling is not None and not request.coupling.replicas
+    replicas = [1] if alone else divisors(request.global_batch)
+    pinned = request.pins.pp
+    for cp, tp in sorted(solved):
+        pps = range(1, min(layers, gpus // (cp * tp)) + 1)
+        for pp in pps if pinned is None else {pinned}.intersection(pps):
+            for dp in replicas:
+                if dp * cp * tp * pp > gpus:
+                    break
+                mesh = Mesh(pp=pp, dp=dp, cp=cp, tp=tp)
+                if all(request.pins.allows(axis, mesh.size(axis)) for axis in AXES):
+                    yield mesh
 
 
 def _choices(mesh: Mesh, request: Request, layers: int, per_node: int) -> Iterator[Choice]:

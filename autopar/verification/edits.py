@@ -10,9 +10,8 @@ from pathlib import Path
 
 from tabulate import tabulate
 
+from ..emit.overwrite import KEPT
 from ..errors import PlanError
-
-KEPT = ".original"  # the folder, inside a saved program, with its sources as they were written
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import nn
 
+from ..emit.overwrite import KEPT, WRITTEN
 from ..errors import PlanError
 from ..ir.graph import Program
 from ..plan import Plan
@@ -28,7 +29,7 @@ from ..request import Job, with_loss
 from ..trace.huggingface import is_huggingface
 from ..trace.named import named_function, named_model
 from .comparison import Comparison, compared
-from .edits import KEPT, Edits, find_edits
+from .edits import Edits, find_edits
 from .program import constants_of, train_reference
 from .ranks import Task, reference_of, run_task
 from .record import Record, read_record, write_record
@@ -41,8 +42,9 @@ def keep_original(folder: Path, job: Job, program: Program) -> None:
     kept = folder / KEPT
     shutil.rmtree(kept, ignore_errors=True)
     kept.mkdir()
-    for path in (*folder.glob("*.py"), folder / "plan.yaml"):
-        shutil.copy(path, kept)
+    for path in (folder / name for name in WRITTEN):
+        if path.exists():
+            shutil.copy(path, kept)
     shutil.copytree(folder / "runtime", kept / "runtime", ignore=shutil.ignore_patterns("__pycache__"))
     model = None if job.factory is None else _importable(job.factory)
     if job.factory is None and _is_plain_huggingface(job.model):

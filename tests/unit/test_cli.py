@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,7 @@ def test_stages_of_an_edited_plan(tiny: str, tmp_path: Path, capsys: pytest.Capt
 PP2 = {"mesh": {"pp": 2, "dp": 1, "cp": 1, "tp": 2}, "schedule": "gpipe"}
 NONSENSE: dict[str, tuple[dict[str, Any], str]] = {
     "micro batch": ({"micro_batch": 3}, "global_batch=8 is not divisible by micro_batch=3 × dp=1 = 3: use a multiple"),
-    "text for a number": ({"micro_batch": "two"}, "micro_batch: 'two' is not a whole number of samples"),
+    "text for a number": ({"micro_batch": "two"}, "micro_batch: 'two' is not a whole number of samples, 1 to"),
     "heads": ({"mesh": {"pp": 1, "dp": 1, "tp": 3}}, "tp=3: 4 heads of Block.attn are not divisible by 3: use one of"),
     "a stage less": ({"stages": [[0, 1]]}, "do not hold each of the 2 layers of GPT exactly once, in order: the last"),
     "a gap": ({**PP2, "stages": [[0, 0], [1, 2]]}, "stage 0 has no layers; give 2 consecutive ranges"),
@@ -182,7 +183,7 @@ NONSENSE: dict[str, tuple[dict[str, Any], str]] = {
         {"recompute": "full"},
         "recompute: 'full' is not what to recompute of which layers, as {0-11: mlp, 12: layer}",
     ),
-    "zero": ({"zero": 7}, "zero=7: use 0, 1, 2 or 3"),
+    "zero": ({"zero": 7}, "zero: 7 is not 0, 1, 2 or 3"),
     "true": ({"zero": True}, "zero: True is not 0, 1, 2 or 3"),
     "unknown key": ({"zeros": 1}, "no such key: zeros (did you mean 'zero'?)"),
     "no value": ({"zero": None}, "zero: None is not 0, 1, 2 or 3"),
@@ -195,7 +196,7 @@ NONSENSE: dict[str, tuple[dict[str, Any], str]] = {
         {"optimizer": {"name": "AdamW", "kwargs": {}, "groups": [{"names": ["lm_head.weigth"]}]}},
         "optimizer: groups: parameter 'lm_head.weigth' is not in GPT (did you mean 'lm_head.weight'?)",
     ),
-    "precision": ({"precision": "fp8"}, "precision='fp8': use one of bf16, fp16, fp32, fp64"),
+    "precision": ({"precision": "fp8"}, "precision: 'fp8' is not one of bf16, fp16, fp32, fp64"),
     "reduction": ({"reduce_dtype": "fp16"}, "reduce_dtype='fp16' with precision="),
     "schedule": ({"schedule": "1f1b"}, "schedule='1f1b' with pp=1: use none"),
     "layout": ({"layout": "megatrom"}, "layout 'megatrom' is not in GPT (did you mean 'megatron"),
@@ -248,11 +249,15 @@ def test_run_launches_torchrun_and_passes_its_code_on(
     capsys.readouterr()
     launched: list[list[str]] = []
 
-    def launch(command: list[str], **options: Any) -> subprocess.CompletedProcess[bytes]:
-        launched.append(command)
-        return subprocess.CompletedProcess(command, 7)
+    class Launch(nullcontext["Launch"]):
+        def __init__(self, command: list[str]) -> None:
+            super().__init__(self)
+            launched.append(command)
 
-    monkeypatch.setattr(subprocess, "run", launch)
+        def wait(self) -> int:
+            return 7
+
+    monkeypatch.setattr(subprocess, "Popen", Launch)
     assert run("run", "program", "--", "--steps", "3", "--log", "log.jsonl") == 7
     (command,) = launched
     assert command[command.index("--nproc-per-node") + 1] == "2"

@@ -67,7 +67,7 @@ def test_budget_too_small() -> None:
 
 
 def test_gpus() -> None:
-    assert "gpus=0: a plan needs at least one GPU; use gpus=1 or more" in refusal(gpus=0)
+    assert "gpus=0: use a whole number of GPUs, 1 to 100,000" in refusal(gpus=0)
     assert "gpus=7 is not divisible by tp=2: use gpus=6 or 8, or tp one of 1, 7" in refusal(gpus=7, tp=2, dp=None)
     assert "dp=2 × tp=2 = 4: use gpus=4 or 8" in refusal(gpus=7, tp=2)
 
@@ -92,13 +92,14 @@ def test_unknown_gpu() -> None:
 
 
 def test_pins() -> None:
-    assert "tpp: no such option; pins are pp, dp, cp, tp" in refusal(tpp=2)
-    assert "forbid='tpp'" in refusal(forbid={"tpp": [2]})
-    assert "zero" in refusal(zero=7)
+    assert "tpp (did you mean 'tp'?): no such option; there are pp, dp, cp, tp" in refusal(tpp=2)
+    assert "globalbatch (did you mean 'global_batch'?)" in refusal(globalbatch=2)
+    assert "tpp (did you mean 'tp'?): forbid has no such pin" in refusal(forbid={"tpp": [2]})
+    assert "zero=7: use 0, 1, 2 or 3" in refusal(zero=7)
     assert "recompute='some': use 'none', 'full'" in refusal(recompute="some")
     assert "pp=3" in refusal(gpus=3, pp=3, dp=1)  # of 2 layers
     assert "precision='fp8': use one of bf16, fp16, fp32, fp64" in refusal(precision="fp8")
-    assert "memory='much': write it as '70GiB'" in refusal(memory="much")
+    assert "memory='much': use '70GiB', '512MiB'" in refusal(memory="much")
 
 
 def test_optimizer() -> None:

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from autopar.cost_models.hardware import Cluster
 from autopar.errors import PlanError
+from autopar.options import read_memory
 from autopar.plan import Optimizer
-from autopar.request import Job, make_job, read_memory, read_optimizer, with_loss
+from autopar.request import Job, make_job, read_optimizer, with_loss
 
 IDS = torch.zeros(2, 16, dtype=torch.long, device="meta")
 
@@ -71,14 +72,14 @@ def test_sequence_of_the_config() -> None:
 
 @pytest.mark.parametrize(
     ("text", "size_bytes"),
-    [("70GiB", 70 * 2**30), ("512 MiB", 2**29), ("80GB", 80e9), ("1.5gib", 1.5 * 2**30), (1000, 1000), (None, None)],
+    [("70GiB", 70 * 2**30), ("512 MiB", 2**29), ("80GB", 80e9), ("1.5gib", 1.5 * 2**30), (1000, 1000)],
 )
-def test_memory(text: Any, size_bytes: float | None) -> None:
+def test_memory(text: Any, size_bytes: float) -> None:
     assert read_memory(text) == size_bytes
 
 
 def test_memory_that_is_none() -> None:
-    with pytest.raises(PlanError, match="memory='70 bananas': write it as '70GiB'"):
+    with pytest.raises(PlanError, match="memory='70 bananas': use '70GiB', '512MiB'"):
         read_memory("70 bananas")
 
 

@@ -73,8 +73,8 @@ def test_pins_and_bans_restrict() -> None:
             "recompute='some': use 'none', 'full', 'attention core', 'attention', 'activation', 'mlp'",
         ),
         ({"recompute": "groups of 0"}, "recompute='groups of 0': use 'none', 'full'"),
-        ({"forbid": {"ep": (2,)}}, "forbid='ep': use one of"),
-        ({"micro_batch": 0}, "micro_batch=0: use 1 or more"),
+        ({"forbid": {"ep": (2,)}}, "forbid has no such pin; use pp, dp"),
+        ({"micro_batch": 0}, "micro_batch=0: use a whole number of samples, 1 to"),
     ],
 )
 def test_errors_carry_the_arithmetic_and_the_way_out(arguments: dict[str, object], message: str) -> None:
@@ -123,7 +123,7 @@ def test_a_pinned_group_is_any_that_divides() -> None:
         ({"hsdp": 3, "dp": 8}, "hsdp=3 needs zero=1, 2 or 3 and data ranks that it divides"),
         ({"hsdp": 2, "zero": 0}, "hsdp=2 needs zero=1, 2 or 3"),
         ({"offload": True, "zero": 0}, "offload needs zero=1, 2 or 3"),
-        ({"hsdp": 0}, "hsdp=0: use 1 or more"),
+        ({"hsdp": 0}, "hsdp=0: use a whole number of ranks"),
     ],
 )
 def test_pins_of_sharding_that_cannot_be(pins: dict[str, object], message: str) -> None:

@@ -1,0 +1,216 @@
+"""Every option and pin by name: the values it takes, and what it is for.
+
+One table, read by `parallelize`, the command line and plan.yaml, so that a wrong value is refused alike everywhere and
+before anything is traced. What values mean together is for `search/contradictions.py`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import PlanError
+from .recompute import FORM, MOST_LAYERS, Again, choice
+from .schedules import SCHEDULES
+
+CONTEXT_LAYOUTS = ("ring", "ulysses", "all_gather")
+PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
+# Elementwise: a shard of the state needs only the shard of the parameter.
+OPTIMIZERS = ("AdamW", "Adam", "SGD", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "ASGD", "Rprop")
+# Beyond what anyone trains on, and few enough for the search to go through.
+MOST_GPUS, MOST_SAMPLES, MOST_TOKENS = 100_000, 10**7, 10**8
+_UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_UNITS |= {"tb": 10**12}
+
+
+@dataclass(frozen=True)
+class Option:
+    """The values of one option.
+
+    form: what is legal, in words. names: the legal words, where it takes words; a wrong one is told the nearest.
+    read: the value of a text of the command line; what cannot be read stays text, which is then refused by name.
+    """
+
+    form: str
+    fits: Callable[[Any], bool]
+    help: str
+    read: Callable[[str], Any] = str
+    metavar: str = ""
+    names: tuple[str, ...] = ()
+
+    def fault(self, name: str, value: Any) -> str:
+        """ "zero=7: use 0, 1, 2 or 3", or "" where the value is legal."""
+        if self.fits(value):
+            return ""
+        near = nearest(value, self.names) if isinstance(value, str) else ""
+        return f"{name}={shown(value)}: use {self.form}{near}"
+
+
+def check(values: Mapping[str, Any]) -> None:
+    """PlanError for the first value of OPTIONS that is not legal; None leaves an option free."""
+    for name, value in values.items():
+        if value is not None and (fault := OPTIONS[name].fault(name, value)):
+            raise PlanError(fault)
+
+
+def check_names(names: Iterable[str], legal: Iterable[str], message: str) -> None:
+    """PlanError for names that are not among the legal ones, each with the nearest."""
+    legal = tuple(legal)
+    if unknown := sorted(set(names) - set(legal)):
+        raise PlanError(f"{', '.join(name + nearest(name, legal) for name in unknown)}: {message} {', '.join(legal)}")
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """ " (did you mean 'zero'?)", or nothing where no name is near."""
+    by_lower = {other.lower(): other for other in names}
+    close = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    return f" (did you mean {by_lower[close[0]]!r}?)" if close else ""
+
+
+def shown(value: Any) -> str:
+    """A wrong value in a message, on one line and cut to 80 characters."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"a number of {value.bit_length()} bits"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def is_whole(value: Any) -> bool:
+    """Whether a value is a whole number; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def read_memory(memory: str | float) -> float:
+    """Bytes of "70GiB", "512 MiB", "80GB" or a number of bytes. PlanError for anything else, 0 and infinity."""
+    if fault := OPTIONS["memory"].fault("memory", memory):
+        raise PlanError(fault)
+    return _bytes(memory)
+
+
+def _bytes(memory: Any) -> float:
+    """NaN where it is no size."""
+    if isinstance(memory, str):
+        match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([A-Za-z]*)\s*", memory)
+        return float(match[1]) * _UNITS.get(match[2].lower(), math.nan) if match else math.nan
+    is_number = isinstance(memory, int | float) and not isinstance(memory, bool)
+    return float(memory) if is_number and abs(memory) < 2**63 else math.nan
+
+
+# --------------------------------------------------------------------------------
+# Kinds of options
+
+
+def _whole(unit: str, help: str, most: int, metavar: str = "N") -> Option:
+    form = f"a whole number of {unit}, 1 to {most:,}"
+    return Option(form, lambda value: is_whole(value) and 1 <= value <= most, help, _read_whole, metavar)
+
+
+def _read_whole(text: str) -> Any:
+    return int(text) if re.fullmatch(r"[+-]?\d{1,30}", text) else text
+
+
+def _one_of(names: tuple[str, ...], help: str) -> Option:
+    form = f"one of {', '.join(names)}"
+    return Option(form, lambda v: isinstance(v, str) and v in names, help, metavar="NAME", names=names)
+
+
+def _flag(help: str) -> Option:
+    def read(text: str) -> Any:
+        return {"true": True, "false": False}.get(text.lower(), text)
+
+    return Option("True or False", lambda value: isinstance(value, bool), help, read)
+
+
+def _is_recompute(value: Any) -> bool:
+    if isinstance(value, str):
+        try:
+            return value in ("none", "full") or bool(choice(value))
+        except PlanError:
+            return False
+    if not isinstance(value, tuple):
+        return is_whole(value) and 0 <= value < MOST_LAYERS
+    layers = [part for part in value if not isinstance(part, Again)]
+    return all(is_whole(layer) and 0 <= layer < MOST_LAYERS for layer in layers) and len(layers) in (0, len(value))
+
+
+def _read_recompute(text: str) -> str | int | tuple[int, ...]:
+    parts = text.rstrip(",").split(",")
+    if not all(re.fullmatch(r"\s*\d{1,30}\s*", part) for part in parts):
+        return text
+    layers = tuple(map(int, parts))
+    return layers[0] if len(layers) == 1 and not text.endswith(",") else layers
+
+
+def _is_lr(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 0 <= value < math.inf
+
+
+def _read_float(text: str) -> Any:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+# --------------------------------------------------------------------------------
+# The table
+
+# What is trained, and on what.
+JOB: dict[str, Option] = {
+    "gpus": _whole("GPUs", "how many (default: this machine's)", MOST_GPUS),
+    "gpus_per_node": _whole("GPUs", "of a node (default: the usual node)", MOST_GPUS),
+    "memory": Option(
+        "'70GiB', '512MiB', '80GB' or a number of bytes, more than 0",
+        lambda value: 0 < _bytes(value) < math.inf,
+        "budget per GPU, as 70GiB (default: the GPU's usable memory)",
+        metavar="SIZE",
+    ),
+    "sequence": _whole("tokens", "tokens of a sample", MOST_TOKENS, metavar="TOKENS"),
+    "pad_to_multiple_of": _whole(
+        "tokens", "pad samples to the next multiple, out of the loss", MOST_TOKENS, metavar="TOKENS"
+    ),
+    "global_batch": _whole("samples", "samples of a step (default: 8 a GPU)", MOST_SAMPLES, metavar="SAMPLES"),
+    "precision": _one_of(PRECISIONS, "default: bf16, fp32 on a CPU"),
+    "compile": _flag("run the layers under torch.compile"),
+    "optimizer": _one_of(OPTIMIZERS, "an elementwise torch.optim class (default: AdamW)"),
+    "lr": Option("a number, 0 or more", _is_lr, "learning rate (default: the optimizer's)", _read_float, "LR"),
+    "batch_norm": _one_of(
+        ("refuse", "synchronise"), "of all replicas' samples, in one micro-batch (default: refuse)"
+    ),
+}  # fmt: skip
+# Choices of the search that the user may fix, or forbid by value.
+PINS: dict[str, Option] = {
+    "pp": _whole("stages", "pipeline stages", MOST_GPUS),
+    "dp": _whole("replicas", "replicas", MOST_GPUS),
+    "cp": _whole("ranks", "parts of a sequence", MOST_GPUS),
+    "tp": _whole("ranks", "tensor-parallel ranks", MOST_GPUS),
+    "zero": Option(
+        "0, 1, 2 or 3",
+        lambda value: is_whole(value) and 0 <= value <= 3,
+        "what replicas share out: states, gradients, parameters (0, 1, 2 or 3)",
+        _read_whole,
+        "STAGE",
+    ),
+    "hsdp": _whole("ranks", "that share out one copy, the groups being replicas (default: all)", MOST_GPUS),
+    "offload": _flag("masters, states and the optimizer on the host"),
+    "micro_batch": _whole("samples", "samples of a micro-batch", MOST_SAMPLES, metavar="SAMPLES"),
+    "schedule": _one_of(SCHEDULES, "of the pipeline"),
+    "virtual_stages": _whole("stages", "stages of each pipeline rank (interleaved, zero-bubble)", MOST_LAYERS),
+    "recompute": Option(
+        f"'none', 'full', {FORM}, a number of layers or layer indices (below {MOST_LAYERS:,})",
+        _is_recompute,
+        "none, full, regions (attention core, mlp), groups of 2, layers a stage (2), or layers (0,1,5)",
+        _read_recompute,
+        "WHAT",
+    ),
+    "loss_chunks": _whole("slices", "slices of the vocabulary for head and loss, 1 for none", 65_536),
+    "reduce_dtype": _one_of(PRECISIONS, "of gradients over the replicas: fp32, or that of --precision"),
+    "attention": _one_of(CONTEXT_LAYOUTS, "how the ranks of cp attend to the whole sequence"),
+    "sequence_parallel": _flag("Megatron's layout with or without it"),
+}  # fmt: skip
+OPTIONS = JOB | PINS | {"steps": _whole("steps", "how many to train (default: 5)", 10**6)}
