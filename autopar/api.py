@@ -89,7 +89,7 @@ def parallelize(
     """
     chosen = make_pins(pins)
     check({"sequence_parallel": sequence_parallel})
-    together = {
+    together: dict[str, Any] = {
         "gpu": gpu, "global_batch": global_batch, "pad_to_multiple_of": pad_to_multiple_of, "precision": precision,
         "compile": compile,
     }  # fmt: skip

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..errors import PlanError
+from ..options import nearest
 
 
 def named_model(
@@ -49,7 +50,10 @@ def named_function(name: str, option: str) -> Callable[..., Any]:
     function = getattr(module, attribute, None)
     if not callable(function):
         offered = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == path]
-        raise PlanError(f"{option} {name}: {path} has no function {attribute!r}, but {', '.join(offered) or 'none'}")
+        near = nearest(attribute, offered)
+        raise PlanError(
+            f"{option} {name}: {path} has no function {attribute!r}{near}, but {', '.join(offered) or 'none'}"
+        )
     return function  # type: ignore[no-any-return]
 
 

@@ -76,7 +76,7 @@ def test_numbers_of_every_kind_that_are_forbidden(name: str, value: Any) -> None
 
 
 @pytest.mark.parametrize(
-    "memory", [nan, inf, -inf, -1, 0, True, "0GiB", "1.2.3GiB", "-1GiB", "inf", "70 bananas", [70], 10**5000]
+    "memory", [nan, inf, -inf, -1, 0, True, "0GiB", "1.2.3GiB", "-1GiB", "inf", "70 bananas", [70], 10**400]
 )
 def test_memory(memory: Any) -> None:
     assert "memory=" in refused(memory=memory)
