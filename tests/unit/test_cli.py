@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
-import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,6 @@ import yaml
 from autopar.api import Parallelized
 from autopar.cli import main
 from autopar.compiler import prepare
-from autopar.mesh import Mesh
 from autopar.parity import Parity
 from autopar.plan import Plan
 from autopar.recompute import whole_layers
@@ -44,7 +40,6 @@ def short_inputs():
     ids = torch.zeros(2, 8, dtype=torch.long, device="meta")
     return {"input_ids": ids, "labels": ids}
 """
-ROOT = Path(__file__).resolve().parents[2]
 ON = ["--gpus", "2", "--gpu", "h100-sxm-80gb", "--global-batch", "8"]
 
 
@@ -270,10 +265,6 @@ def test_run_launches_torchrun_and_passes_its_code_on(
     assert command[dashes + 1 :] == ["program/train.py", "--steps", "3", "--log", "log.jsonl"]
 
 
-def test_run_without_a_program(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "nowhere is no saved program" in refusal(capsys, "run", "nowhere")
-
-
 # --------------------------------------------------------------------------------
 # Errors
 
@@ -285,72 +276,6 @@ def test_names_that_lead_nowhere(tiny: str, capsys: pytest.CaptureFixture[str]) 
     assert "needs layers: name a function that needs no arguments" in refusal(capsys, "plan", f"{tiny}:sized", *ON)
     assert "write module:function" in refusal(capsys, "plan", f"{tiny}:build", *ON, "--inputs", "inputs")
     assert "--forbid zero: write name=value" in refusal(capsys, "plan", f"{tiny}:build", *ON, "--forbid", "zero")
-
-
-def test_wrong_options_are_told_with_the_nearest_before_anything_is_loaded(tmp_path: Path) -> None:
-    """In a process of its own, which has not loaded torch by then."""
-    for arguments, message in (
-        (["--optimizer", "Adamw"], "(did you mean 'AdamW'?)"),
-        (["--optimiser", "AdamW"], "unrecognized arguments: --optimiser AdamW (did you mean '--optimizer'?)"),
-        (["--sequence", "0"], "sequence=0: use a whole number of tokens, 1 to"),
-        (["--tp", "2.5"], "tp='2.5': use a whole number of ranks, 1 to"),
-        (["--zero", "7"], "zero=7: use 0, 1, 2 or 3"),
-    ):
-        code = f"""
-import sys
-from autopar.cli import main
-code = main(["plan", "nowhere:build", *{arguments!r}])
-assert code == 2 and "torch" not in sys.modules
-"""
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-        assert done.returncode == 0, done.stderr
-        assert message in done.stderr and done.stderr.count("\n") == 1
-
-
-def test_choices_are_checked_before_the_model_is_imported(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, message in (
-        (["--forbid", "zero=7"], "forbid: zero=7: use 0, 1, 2 or 3"),
-        (["--forbid", "zeros=1"], "zeros (did you mean 'zero'?): forbid has no such pin"),
-        (["--gpus", "8", "--global-batch", "3", "--dp", "8"], "global_batch=3 is not divisible by dp=8"),
-    ):
-        assert message in refusal(capsys, "plan", "nowhere:build", *ON, *arguments)
-
-
-def test_control_c(
-    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One line and 130, wherever it comes."""
-
-    def interrupted(*of: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("autopar.api.prepare", interrupted)
-    assert run("plan", f"{tiny}:build", *ON) == 130
-    assert capsys.readouterr().err == "autopar: interrupted\n"
-
-
-def test_control_c_ends_what_runs(tmp_path: Path) -> None:
-    """`run` waits until torchrun, which the terminal interrupts too, has ended its processes."""
-    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(Plan(Mesh(), 1, 1, 1, ((0, 1),)).to_dict()))
-    (tmp_path / "train.py").write_text("import pathlib, time\npathlib.Path('started').touch()\ntime.sleep(60)\n")
-    command = [sys.executable, "-m", "autopar.cli", "run", str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as process:
-        deadline = time.monotonic() + 120
-        while not (tmp_path / "started").exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        os.killpg(process.pid, signal.SIGINT)
-        said = process.communicate(timeout=60)[1]
-        assert process.returncode == 130
-    assert said.endswith("autopar: interrupted\n")
-    with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, 0)  # nothing of it runs any more
-
-
-def test_config_that_is_not_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "nor a name whose config is in the local Hugging Face cache" in refusal(capsys, "plan", "no/such-model", *ON)
 
 
 def test_infeasible(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
