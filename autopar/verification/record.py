@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from ..emit.overwrite import KEPT
 from ..errors import PlanError
-from .edits import KEPT
 from .samples import Input
 from .sizes import read_size
 
