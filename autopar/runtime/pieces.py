@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoin
 from torch.distributed.tensor import DTensor
 
 from .data_parallel import local_part
+from .reader import Reader
 
 
 @dataclass(frozen=True)
@@ -91,10 +92,6 @@ def saved_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
     """Shape and dtype of each tensor of a checkpoint, by key."""
     found = Reader(folder).read_metadata().state_dict_metadata
     return {key: value for key, value in found.items() if isinstance(value, TensorStorageMetadata)}
-
-
-class Reader(FileSystemReader):
-    """All that is read of a checkpoint's files is read here."""
 
 
 class _SavePlanner(DefaultSavePlanner):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -116,6 +117,8 @@ def draw(recipe: Iterable[list[object]], shape: torch.Size, seed: int, name: str
         if op == "part":
             start, stop, op, *args = args
             part = tensor.view(-1)[start:stop]
+        if not re.fullmatch(r"[a-z]+(_[a-z]+)*_", str(op)):
+            raise ValueError(f"init.json fills {name!r} by {op!r}, which is no op in place: save the program again")
         options = {"generator": generator} if op in RANDOM_OPS else {}
         getattr(part, str(op))(*args, **options)
     return tensor
