@@ -72,10 +72,10 @@ class Trainer:
     ) -> None:
         settings: Settings = program.SETTINGS
         folder = Path(program.__file__ or ".").parent
-        weights = folder if weights is None else weights
 
         self.mesh = init_mesh(settings, device)
-        self._init = weights.resolve() if isinstance(weights, Path) and weights.resolve() != folder.resolve() else None
+        self._init = weights.resolve() if isinstance(weights, Path) else None
+        weights = folder if weights is None or self._init == folder.resolve() else weights
         saved, told = (self._init and find_checkpoint(self._init)) or (None, {})
         self.steps, self.samples = told.get("step", 0), told.get("samples", 0)  # samples: consumed, by all replicas
         self.seed: int = told.get("seed", 0) if seed is None else seed

@@ -158,6 +158,15 @@ def test_another_global_batch_goes_on_at_the_right_sample(saved: Path, place: Pa
     assert json.loads((place / "saved" / "step-5" / "manifest.json").read_text())["samples"] == 28
 
 
+def test_saved_into_the_program_s_own_folder(saved: Path, place: Path) -> None:
+    """It begins anew unless it is asked to go on."""
+    shutil.copytree(saved, place / "own")
+    for arguments in ((), ("--save", "own"), ("--init", "own")):
+        train(place, place / "own", "--steps", "1", *arguments)
+    steps = [json.loads(line)["step"] for line in (place / "log.jsonl").read_text().splitlines()]
+    assert steps == [0, 0, 1]
+
+
 def _kill_at_sync(number: int, of_rank: int) -> Callable[[int], None]:
     """Have a rank killed as it puts the `number`-th thing of a save on the disk."""
 

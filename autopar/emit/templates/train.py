@@ -19,8 +19,6 @@ from runtime.metrics import Meter
 from runtime.precision import LossScale
 from runtime.trainer import Trainer
 
-HERE = Path(__file__).resolve().parent
-
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -52,8 +50,7 @@ def parse_arguments() -> argparse.Namespace:
         "--init",
         type=Path,
         metavar="DIR",
-        default=HERE,
-        help="start from weights.pt in DIR, or go on from the latest whole checkpoint of a --save",
+        help="start from weights.pt in DIR (default: this folder), or go on from the latest checkpoint of a --save",
     )
     add("--save", type=Path, metavar="DIR", help="write a checkpoint, DIR/step-N, at the end and on SIGTERM")
     add("--save-every", type=int, metavar="N", help="and after every N steps")
