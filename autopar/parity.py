@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .runtime.trees import tree_leaves
+from .same_draws import same_draws
 
 RMS_FLOOR = 1e-3
 TOLERANCE = 1e-9
@@ -154,12 +156,13 @@ def train_original(
     batches: Iterable[Mapping[str, Tensor]],
     constants: Mapping[str, Any],
     optimizer: torch.optim.Optimizer,
+    draws: bool = False,
 ) -> dict[str, Any]:
     """A step for each batch, without dropout: losses, norms, first gradients; weights persistent buffers."""
     result: dict[str, Any] = {"losses": [], "norms": []}
     for batch in batches:
         optimizer.zero_grad()
-        with raise_float32(), no_dropout():
+        with raise_float32(), no_dropout(), same_draws() if draws else nullcontext():
             loss = loss_of(model(**batch, **constants))
             loss.backward()
         gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}

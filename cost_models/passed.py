@@ -16,6 +16,7 @@ import sympy
 from torch import fx
 
 from autopar.cost_models.layer_costs import B, Passed, S, Table
+from autopar.ir.build import is_continuous
 from autopar.ir.graph import EPILOGUE, PROLOGUE, TABLES, Block, Call, Program, Role, info
 from autopar.placement import Strategy
 from autopar.rules.saved import Saved, local_bytes, storage
@@ -50,7 +51,7 @@ def passed(program: Program, strategies: Strategies, tp: int) -> tuple[Passed, .
                 made=use.made,
                 read=use.read,
                 size_bytes=size,
-                gradient_bytes=size if info(node).dtype.is_floating_point else sympy.Integer(0),
+                gradient_bytes=size if is_continuous(info(node).dtype) else sympy.Integer(0),
                 apart=node.name in by_themselves[block.name] or not info(node).requires_grad,
                 kept=Saved(block, strategies[block.name], tp).keeps_storage(node),
             )

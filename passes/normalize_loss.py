@@ -22,6 +22,11 @@ aten = torch.ops.aten
 _CLASSIFICATION = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default)
 _MEANS = (aten.mean.default, aten.mean.dim)
 _SUMS = (aten.sum.default, aten.sum.dim_IntList, aten.count_nonzero.default, aten.count_nonzero.dim_IntList)
+_ADDITIONS = (aten.add.Tensor, aten.sub.Tensor)
+_REVERSED = (aten.rsub.Scalar, aten.rsub.Tensor)
+_LINEAR = (*_ADDITIONS, aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar, aten.neg.default,
+           aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.to.dtype,
+           aten.reshape.default, aten.squeeze.dim, aten.unsqueeze.default)  # fmt: skip
 # Ops that take a tensor where the author gave the batch size.
 _ARITHMETIC = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor)
 
@@ -38,7 +43,7 @@ class NormalizeLoss:
         loss = cross_entropy(logits, t)   |   loss = div(cross_entropy(logits, t, reduction=sum), _count)
         loss = mean(x)                    |   loss = div(sum(x), _count)
         n = clamp(sum(mask), 1)           |   n = clamp(_count, 1)
-        loss = add(loss, 1.0)             |   loss = add(loss, full([], 1.0))
+        loss = rsub(loss, 1.0)            |   loss = sub(full([], 1.0), loss)
     """
 
     name: ClassVar[str] = "normalize_loss"
@@ -61,21 +66,55 @@ class NormalizeLoss:
         for node in block.ops:
             if node.target in _SUMS and _leaves_batch(node) and of_inputs_only(node, known):
                 replace_node(node, counts.of(node))
-        _terms_as_tensors(block.results[0])
+        _Terms().of(block.results[0])
         eliminate_dead(block.graph)
         blocks = {**program.blocks, MODEL: block}
         counting = counts.block()
         return replace(program, blocks=blocks if counting is None else {**blocks, COUNT: counting})
 
 
-def _terms_as_tensors(loss: fx.Node) -> None:
-    """A number added to the loss: a tensor, of which each part of a batch may have a share."""
-    while loss.target in (aten.add.Tensor, aten.sub.Tensor) and isinstance(arguments(loss)[1], int | float):
-        facts = replace(info(loss), requires_grad=False)
-        with loss.graph.inserting_before(loss):
-            number = call(loss.graph, aten.full.default, ([], arguments(loss)[1]), facts, dtype=facts.dtype)
-        loss.update_arg(1, number)
-        loss = arguments(loss)[0]
+class _Terms:
+    """Numbers added to what the loss is a linear function of become tensors, of which each part of a batch may have a
+    share: in `(1 - mean) * 0.5 + 0.1` both."""
+
+    def __init__(self) -> None:
+        self._sums: dict[fx.Node, bool] = {}
+
+    def of(self, node: fx.Node) -> None:
+        if not self._is_sum(node):
+            return
+        if node.target in _REVERSED and len(node.args) == 2:
+            node = _reverse(node)
+        if node.target in _ADDITIONS and isinstance(arguments(node)[1], int | float):
+            node.update_arg(1, _as_tensor(node, arguments(node)[1]))
+        if node.target in _LINEAR:
+            for operand in node_inputs(node):
+                self.of(operand)
+
+    def _is_sum(self, node: fx.Node) -> bool:
+        """Whether the batch has been summed up in a value."""
+        if _has_batch(info(node).shape):
+            return False
+        if node not in self._sums:
+            inputs = node_inputs(node)
+            self._sums[node] = any(_has_batch(info(n).shape) or self._is_sum(n) for n in inputs)
+        return self._sums[node]
+
+
+def _as_tensor(node: fx.Node, number: float) -> fx.Node:
+    facts = replace(info(node), requires_grad=False)
+    with node.graph.inserting_before(node):
+        return call(node.graph, aten.full.default, ([], number), facts, (), dtype=facts.dtype)
+
+
+def _reverse(node: fx.Node) -> fx.Node:
+    """rsub(x, n) as sub(n, x)."""
+    x, number = arguments(node)
+    number = _as_tensor(node, number) if isinstance(number, int | float) else number
+    with node.graph.inserting_before(node):
+        new = call(node.graph, aten.sub.Tensor, (number, x), info(node))
+    replace_node(node, new)
+    return new
 
 
 def _has_batch(sizes: Shape) -> bool:

@@ -230,6 +230,8 @@ _WRITERS: dict[Any, _Writer] = {
     aten.squeeze.dim: _method("squeeze"),
     aten.t.default: _method("t"),
     aten.mT.default: lambda op: Text(f"{op.operand(0)}.mT"),
+    aten.real.default: lambda op: Text(f"{op.operand(0)}.real"),
+    aten.imag.default: lambda op: Text(f"{op.operand(0)}.imag"),
     aten.numpy_T.default: lambda op: Text(f"{op.operand(0)}.T"),
     aten.slice.Tensor: _slice,
     aten.select.int: _select,

@@ -13,6 +13,11 @@ from .graph import NodeInfo, Role, Shape, info, node_inputs, set_info
 _NO_GRADIENT = {torch.ops.aten.detach.default, torch.ops.aten.detach_.default}
 
 
+def is_continuous(dtype: torch.dtype) -> bool:
+    """Whether numbers of a dtype have gradients and can be summed up over ranks."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
 def derives_gradient(node: fx.Node) -> bool:
     """Whether a gradient flows through an op to any of its operands."""
     return node.target not in _NO_GRADIENT and any(info(n).requires_grad for n in node_inputs(node))
@@ -25,7 +30,7 @@ def call(
     node = graph.call_function(target, args, kwargs)
     facts = replace(like, role=Role.OP, ref="", shape=like.shape if shape is None else shape)
     set_info(node, facts)
-    requires = facts.dtype.is_floating_point and derives_gradient(node)
+    requires = is_continuous(facts.dtype) and derives_gradient(node)
     return set_info(node, replace(facts, requires_grad=requires))
 
 

@@ -9,6 +9,7 @@ from torch import fx
 from ..ir.graph import B, Shape, info, node_inputs
 from . import (
     attention,
+    complex,
     conversions,
     experts,
     factories,
@@ -18,6 +19,7 @@ from . import (
     norms,
     opaque,
     pointwise,
+    random,
     reductions,
     views,
     vision,
@@ -36,6 +38,7 @@ RULES: dict[object, RuleMaker] = {
     **vision.RULES,
     **reductions.RULES,
     **factories.RULES,
+    **complex.RULES,
     **pointwise.RULES,
 }
 
@@ -68,9 +71,11 @@ def has_rule(node: fx.Node) -> bool:
 
 
 def _maker(target: Any) -> RuleMaker | None:
-    """By op, else by what torch says of the op: elementwise, or a reduction."""
+    """By op, else by what torch says of the op: that it draws numbers, is elementwise, or a reduction."""
     if target in RULES or target in _OTHERS:
         return RULES.get(target) or _OTHERS[target]
+    if random.draws(target):
+        return random.drawn
     if pointwise.is_pointwise(target):
         return pointwise.pointwise
     return reductions.reduction if reductions.is_reduction(target) else None

@@ -62,7 +62,7 @@ def _agrees(node: fx.Node, sizes: Mapping[sympy.Symbol, int]) -> bool:
         ]
         parts.append(_run(node, cut, {**sizes, B: half}))
     return all(
-        torch.allclose(a.double(), b.double(), rtol=1e-4, atol=1e-5, equal_nan=True)
+        torch.allclose(_parts(a), _parts(b), rtol=1e-4, atol=1e-5, equal_nan=True)
         for a, b in zip(whole, _joined(node, parts), strict=True)
     )
 
@@ -106,4 +106,10 @@ def _run(node: fx.Node, operands: list[Tensor], sizes: Mapping[sympy.Symbol, int
     if not leaves or not result.requires_grad:
         return [result.detach()]
     weights = torch.cos(torch.arange(result[0].numel(), dtype=result.dtype)).reshape(result[0].shape)
-    return [result.detach(), *torch.autograd.grad((result * weights).sum(), leaves, materialize_grads=True)]
+    weighed = _parts((result * weights).sum()).sum()
+    return [result.detach(), *torch.autograd.grad(weighed, leaves, materialize_grads=True)]
+
+
+def _parts(x: Tensor) -> Tensor:
+    """Of complex numbers the parts."""
+    return (torch.view_as_real(x) if x.is_complex() else x).double()

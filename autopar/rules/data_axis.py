@@ -23,6 +23,7 @@ from ..placement import CONVERSIONS, GRAD_PARTIAL, PARTIAL, REPLICATE, Kind, Pla
 from . import Axis, Rule, has_rule, rule_of, strategies
 from .arguments import option
 from .coupling import Coupling
+from .random import draws
 from .rows import Rows, rows_of_cat, rows_of_reshape
 from .where import error, kept_whole, where
 
@@ -146,6 +147,8 @@ class _Typing:
     def _op(self, block: Block, node: fx.Node, given: list[_Typed]) -> _Typed:
         if node.target is convert or is_collective(node.target):
             return self._conversion(block, node, given[0])
+        if draws(node.target) and not _has_batch(node):
+            raise error(block, node, "draws random numbers for the batch as a whole, others on each part of a batch")
         if _reads_batch_size(node):
             raise error(block, node, "reads the size of the batch, which is another one on each part of a batch")
         placements = [t.placement for t in given]
@@ -168,7 +171,9 @@ class _Typing:
     def _options(self, node: fx.Node) -> list[tuple[Strategy, Rows | None]]:
         """Strategies whose result keeps the batch sharded, where it has one; those with a shard first."""
         whole = [Strategy((REPLICATE,) * len(node_inputs(node)), REPLICATE)]
-        options = strategies(node, rule_of(node), AXIS) if has_rule(node) else whole
+        # Of what has no batch any op gives gradients back that can be summed up.
+        known = has_rule(node) or not any(map(_has_batch, node_inputs(node)))
+        options = strategies(node, rule_of(node), AXIS) if known else whole
         sharded = sorted(options, key=lambda s: s.output.is_shard, reverse=True)
         batched = _has_batch(node)
         return [(s, None) for s in sharded if s.output.is_shard == batched]

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 import sympy
 from torch import fx
 
+from ..ir.build import is_continuous
 from ..ir.graph import B, NodeInfo, S, Shape, info, node_inputs
 from ..placement import GRAD_PARTIAL, PARTIAL, REPLICATE, Placement, Shard, Strategy
 
@@ -184,7 +185,7 @@ def _sensible(strategy: Strategy, operands: list[NodeInfo], result: NodeInfo) ->
     for placement, facts in pairs:
         if placement == GRAD_PARTIAL and not facts.requires_grad:
             return False
-        if placement == PARTIAL and not facts.dtype.is_floating_point:
+        if placement == PARTIAL and not is_continuous(facts.dtype):
             return False
     return True
 

@@ -26,6 +26,7 @@ from scipy.sparse import coo_array
 from torch import fx
 
 from ..errors import InfeasibleError
+from ..ir.build import is_continuous
 from ..ir.graph import TABLES, B, Block, NodeInfo, Program, Role, S, info, node_inputs
 from ..placement import GRAD_PARTIAL, PARTIAL, REPLICATE, Placement, Shard, Strategy, conversion
 from ..plan import Solution
@@ -272,7 +273,7 @@ def legal_conversion(facts: NodeInfo, source: Placement, target: Placement, axis
         return False
     if axis.context and facts.role is Role.PARAMETER and target.is_shard:
         return False  # on cp they are stored whole, and read whole
-    if PARTIAL in (source, target) and not facts.dtype.is_floating_point:
+    if PARTIAL in (source, target) and not is_continuous(facts.dtype):
         return False
     if GRAD_PARTIAL in (source, target) and not facts.requires_grad:
         return False

@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from ..errors import TraceError
-from ..ir.build import derives_gradient
+from ..ir.build import derives_gradient, is_continuous
 from ..ir.graph import (
     MODEL,
     B,
@@ -38,6 +38,7 @@ from .source import excerpt, module_path, place, source_line
 _MAX_SEQUENCE = 1 << 20
 # Where the trace ran and how it laid out constants: the emitter writes the block's own device.
 _BAKED = ("device", "pin_memory", "layout")
+_DOUBLED = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 _STATISTICS = {torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default}
 
 
@@ -128,7 +129,7 @@ class Importer:
 
     def _dtype(self, dtype: torch.dtype) -> torch.dtype:
         """In fp64 programs the author's float32 is float64: parity to 1e-9 would end at the first upcast."""
-        return torch.float64 if self.dtype == torch.float64 and dtype == torch.float32 else dtype
+        return _DOUBLED.get(dtype, dtype) if self.dtype == torch.float64 else dtype
 
     def _placeholder(self, node: fx.Node, signature: Any) -> Any:
         constants = {**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
@@ -176,10 +177,10 @@ class Importer:
         new = self.graph.call_function(target, *self._operands(node))
         value = node.meta["val"]
         # An op of several outputs (split) carries the facts of its first until `decompose` removes it.
-        several = [] if isinstance(value, torch.Tensor) else [v for v in value if v.is_floating_point()]
+        several = [] if isinstance(value, torch.Tensor) else [v for v in value if is_continuous(v.dtype)]
         first = value if isinstance(value, torch.Tensor) else (*several, *value)[0]
         set_info(new, self._facts(node, first))
-        update_info(new, requires_grad=first.is_floating_point() and derives_gradient(new))
+        update_info(new, requires_grad=is_continuous(first.dtype) and derives_gradient(new))
         correct_shape(new)
         return new
 

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from ..errors import TraceError
+from ..ir.build import is_continuous
 from ..ir.graph import arguments, op_name
 from .source import excerpt, place
 
@@ -73,7 +74,7 @@ def _inline(node: fx.Node, region: fx.Graph, operands: list[Any], detached: bool
 
 def _detach(graph: fx.Graph, placeholder: fx.Node, operand: fx.Node) -> fx.Node:
     value = operand.meta.get("val")
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+    if not isinstance(value, torch.Tensor) or not is_continuous(value.dtype):
         return operand
     new = graph.call_function(aten.detach.default, (operand,))
     reader = next(iter(placeholder.users), None)

@@ -30,6 +30,11 @@ _RESHAPES = {
     aten.squeeze.dims,
 }  # fmt: skip
 _SELF_INVERSE = {aten.transpose.int, aten.t.default, aten.mT.default, aten.numpy_T.default}
+_PLAIN = {  # where it has another name
+    aten.normal_.default: aten.normal_functional.default,
+    aten.bernoulli_.float: aten.bernoulli.p,
+    aten.bernoulli_.Tensor: aten.bernoulli.Tensor,
+}
 _FILLS = {aten.zero_.default, aten.fill_.Scalar}
 
 
@@ -153,7 +158,7 @@ def written(
     if name in ("copy", "fill"):
         return _fitted(graph, args[1], like)
     target: Any = node.target
-    plain = getattr(getattr(aten, name, None), target._overloadname, None)
+    plain = _PLAIN.get(target) or getattr(getattr(aten, name, None), target._overloadname, None)
     others = any(a.alias_info is not None and a.alias_info.is_write for a in target._schema.arguments[1:])
     if plain is None or others or torch.Tag.inplace_view in target.tags:
         raise _refusal(node, "a tensor in a way that has no form out of place")

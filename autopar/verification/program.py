@@ -29,6 +29,7 @@ from ..parity import Parity, train_original
 from ..plan import Plan
 from ..progress import progress
 from ..request import Job
+from ..rules.random import draws
 from ..trace.huggingface import without_cache
 from ..trace.moe import written_experts
 from ..trace.opaque import opaque_modules
@@ -47,11 +48,12 @@ def verify_plan(job: Job, plan: Plan, steps: int) -> Parity:
     plan = replace(plan, precision="fp64", compile=False, reduce_dtype=None)
     model = copy.deepcopy(model).double().train()
     program, dropped = _without_dropout(prepare(model, _raised(job.inputs), "fp64", job.batch_norm))
+    drawing = any(draws(node.target) for _, node in program.each_op())
     notes = [note] * bool(note) + ["dropout set to 0 on both sides"] * dropped
     opaque = pack_opaque(opaque_modules(program, model))
     source = model_source(compile_program(program, plan), plan, Predicted(), opaque=opaque)
     batches = [random_batch(inputs_of(program), plan.global_batch, plan.tokens, seed) for seed in range(steps)]
-    weights, reference = train_reference(model, batches, constants_of(job), plan)
+    weights, reference = train_reference(model, batches, constants_of(job), plan, drawing)
     processes = plan.mesh.world_size
     with (
         tempfile.TemporaryDirectory(prefix="autopar-verify-") as folder,
@@ -59,7 +61,8 @@ def verify_plan(job: Job, plan: Plan, steps: int) -> Parity:
     ):
         (Path(folder) / "model.py").write_text(source)
         save_opaque(Path(folder), opaque)
-        reports = run_task(Task(batches, weights, reference), Path(folder))
+        reports = run_task(Task(batches, weights, reference, draws=drawing), Path(folder))
+    notes += ["every sample draws the same random numbers on both sides"] * drawing
     return Parity(**_largest(reports, reference), steps=steps, processes=processes, note=" · ".join(notes))
 
 
@@ -72,13 +75,17 @@ def _raised(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def train_reference(
-    model: nn.Module, batches: Sequence[Mapping[str, Tensor]], constants: Mapping[str, Any], plan: Plan
+    model: nn.Module,
+    batches: Sequence[Mapping[str, Tensor]],
+    constants: Mapping[str, Any],
+    plan: Plan,
+    drawing: bool = False,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The weights that a model begins with, and what training it gives; PlanError where its loss is no number."""
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
     weights = {name: tensor.detach().clone() for name, tensor in named}
     with progress(f"training the original for {len(batches)} steps"), written_experts(model), without_cache(model):
-        reference = train_original(model, batches, constants, _optimizer(model, plan))
+        reference = train_original(model, batches, constants, _optimizer(model, plan), drawing)
     if not all(map(math.isfinite, reference["losses"])):
         raise PlanError(f"the model's own losses are {reference['losses']}: there is nothing to compare with")
     return weights, reference

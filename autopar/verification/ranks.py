@@ -15,8 +15,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
+import traceback
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -32,8 +34,10 @@ from ..emit.load import load_source
 from ..errors import PlanError
 from ..parity import no_dropout, part_errors, relative_error
 from ..runtime.opaque import FILE
+from ..same_draws import same_draws
 
 TIMEOUT_S = 300
+_AFTER_A_FAILURE_S = 5
 _LOWER = ("bfloat16", "float16", "half", "float32", "float")  # dtypes of torch, and methods that cast to them
 
 
@@ -43,6 +47,7 @@ class Task:
 
     sources: of a saved program, which runs with its own runtime; None is model.py in the task's folder.
     weights: by original name; None are those of `folder`. reference: what `train_original` gives; None makes one.
+    draws: whether the program may draw random numbers, which are then the same for every sample.
     global_batch, sequence: over those of the program's SETTINGS.
     """
 
@@ -53,6 +58,7 @@ class Task:
     folder: str | None = None
     global_batch: int | None = None
     sequence: int | None = None
+    draws: bool = True
 
 
 def run_task(task: Task, folder: Path) -> list[dict[str, Any]]:
@@ -119,16 +125,32 @@ def _main(folder: Path) -> None:
         context.Process(target=_rank, args=(rank, pipes, folder, program, job), daemon=True).start()
     for _, sender in pipes:
         sender.close()
-    pending = {receiver: rank for rank, (receiver, _) in enumerate(pipes)}
-    reports = []
-    while pending:
-        for receiver in (r for r in wait(list(pending)) if isinstance(r, Connection)):
+    reports, failures = _gathered({receiver: rank for rank, (receiver, _) in enumerate(pipes)})
+    if failures:
+        _, rank, said = min(failures)
+        others = f" (the other {len(failures) - 1} then lost it)" if len(failures) > 1 else ""
+        sys.exit(f"rank {rank} failed first{others}:\n{said}")
+    (folder / "reports.json").write_text(json.dumps(reports))
+
+
+def _gathered(pending: dict[Connection, int]) -> tuple[list[dict[str, Any]], list[tuple[float, int, str]]]:
+    """What the ranks report, and the failures: when, of which rank, and how.
+
+    A rank that is killed says nothing, and those that lose it for that fail after it. Some may wait for a lost one.
+    """
+    reports, failures = list[dict[str, Any]](), list[tuple[float, int, str]]()
+    while pending and (ready := wait(list(pending), _AFTER_A_FAILURE_S if failures else None)):
+        for receiver in (r for r in ready if isinstance(r, Connection)):
             rank = pending.pop(receiver)
             try:
-                reports.append(receiver.recv())
+                said = receiver.recv()
             except EOFError:
-                sys.exit(f"rank {rank} ended without a result")  # it has printed its traceback
-    (folder / "reports.json").write_text(json.dumps(reports))
+                said = {"failed": "it was killed (out of memory?) or has ended its process", "at": 0.0}
+            if "failed" in said:
+                failures.append((said["at"], rank, said["failed"]))
+            else:
+                reports.append(said)
+    return reports, failures
 
 
 def _load_raised(source: Path, job: Mapping[str, Any]) -> Any:
@@ -162,10 +184,20 @@ def _rank(rank: int, pipes: Sequence[tuple[Connection, Connection]], folder: Pat
     for end in (end for number, pipe in enumerate(pipes) for end in pipe[: 1 if number == rank else 2]):
         end.close()
     faulthandler.dump_traceback_later(0.9 * TIMEOUT_S)  # where it hangs
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(len(pipes)), "LOCAL_RANK": str(rank)}
+    sender = pipes[rank][1]
+    try:
+        sender.send(_trained(rank, len(pipes), folder, program, job))
+    except Exception:  # noqa: BLE001 - told by the parent, where it was the first
+        sender.send({"failed": traceback.format_exc(), "at": time.monotonic()})
+        return
+    dist.barrier()
+
+
+def _trained(rank: int, world_size: int, folder: Path, program: Any, job: Any) -> dict[str, Any]:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store, limit = f"file://{folder / 'store'}", timedelta(seconds=TIMEOUT_S)
-    dist.init_process_group("gloo", store, rank=rank, world_size=len(pipes), timeout=limit)
+    dist.init_process_group("gloo", store, rank=rank, world_size=world_size, timeout=limit)
     # After the fork: the parent needs no process group.
     runtime = importlib.import_module("runtime.trainer" if job["sources"] else "autopar.runtime.trainer")
     if job["sources"]:
@@ -175,15 +207,14 @@ def _rank(rank: int, pipes: Sequence[tuple[Connection, Connection]], folder: Pat
     losses, norms, gradients = [], [], {}
     for step, batch in enumerate(job["batches"]):
         own = {name: value[replica * share : (replica + 1) * share] for name, value in batch.items()}
-        with no_dropout():
+        with no_dropout(), same_draws() if job["draws"] else nullcontext():
             result = trainer.step(own)
         losses.append(result.loss)
         norms.append(result.grad_norm)
         if step == 0:
             gradients = {name: gradient.clone() for name, gradient in trainer.gradients().items()}
     report = {"losses": losses, "norms": norms}
-    pipes[rank][1].send(report | _found(trainer, gradients, job["reference"], folder / f"rank{rank}.pt"))
-    dist.barrier()
+    return report | _found(trainer, gradients, job["reference"], folder / f"rank{rank}.pt")
 
 
 def _check_values(trainer: Any) -> None:

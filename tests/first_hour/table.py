@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import checks, in_batch, kept_whole, named_loss, no_layers, scores
+from . import checks, in_batch, kept_whole, named_loss, no_layers, operators, scores, shifted_loss
 from .case import Case
 
 CASES: tuple[Case, ...] = (
@@ -12,4 +12,6 @@ CASES: tuple[Case, ...] = (
     *named_loss.CASES,
     *checks.CASES,
     *kept_whole.CASES,
+    *operators.CASES,
+    *shifted_loss.CASES,
 )

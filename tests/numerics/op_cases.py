@@ -16,6 +16,10 @@ def _cases(*calls: Any) -> list[Case]:
     return [call if isinstance(call, Case) else Case(call) for call in calls]
 
 
+def z(*shape: int) -> Operand:
+    return Operand(shape, "complex")
+
+
 def _along(*more: Any) -> list[Case]:
     """An op with a dim argument."""
     return _cases((f(12, 4, 6), -1, *more), (f(4, 12), 0, *more), (f(5, 6), 1, *more))
@@ -214,6 +218,21 @@ TAGGED: dict[object, list[Case]] = {
         for op in (aten.std.correction, aten.var.correction)
     },
     aten.prod.dim_int: _along(),
+    **{
+        getattr(aten, f"fft_{name}").default: _cases((f(12, 4, 6), None, 1), (f(4, 12),))
+        for name in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
+    },
+    **{
+        getattr(aten, f"fft_{name}").default: _cases((f(12, 4, 6),), (f(4, 12, 6), None, [0, 2]))
+        for name in ("fft2", "ifft2", "rfft2", "irfft2")
+    },
+    **{
+        getattr(aten, f"fft_{name}").default: _cases((f(12, 4, 6), None, [1]), (f(4, 12, 6), None, [0, 2]))
+        for name in ("fftn", "ifftn", "rfftn", "irfftn")
+    },
+    **{op: _cases((f(12, 4, 6), [1])) for op in (aten.fft_fftshift.default, aten.fft_ifftshift.default)},
+    aten.view_as_complex.default: _cases((f(12, 4, 2),)),
+    **{op: _cases((z(12, 4),)) for op in (aten.view_as_real.default, aten.real.default, aten.imag.default)},
     aten.norm.ScalarOpt_dim: _cases((f(12, 4, 6), 2, [-1], True), (f(12, 5), 1, [0])),
     aten.linalg_vector_norm.default: _cases((f(12, 4, 6), 2, [-1], True), (f(12, 5),)),
     aten.count_nonzero.dim_IntList: _cases((b(12, 4), [1])),

@@ -9,6 +9,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from autopar.ir.build import is_continuous
 from autopar.ir.custom import EXPERTS
 from autopar.ir.graph import MODEL, Block, Call, NodeInfo, Program, Role, info, node_inputs, set_info, update_info
 from autopar.mesh import Mesh
@@ -31,8 +32,8 @@ aten = torch.ops.aten
 @dataclass(frozen=True)
 class Operand:
     """A tensor argument. kind: "float" (with a gradient), "positive" (with one), "constant", "scale" (positive,
-    without one), "fraction" (between 0 and 1, with one), "side" (1 or -1), "flag", "count" (integers from 1), or the
-    exclusive bound of integers."""
+    without one), "fraction" (between 0 and 1, with one), "complex" (with one), "side" (1 or -1), "flag", "count"
+    (integers from 1), or the exclusive bound of integers."""
 
     shape: tuple[int, ...]
     kind: str | int = "float"
@@ -46,6 +47,8 @@ class Operand:
             return torch.rand(self.shape, generator=generator) < 0.5
         if self.kind == "side":
             return 2 * torch.randint(2, self.shape, generator=generator) - 1
+        if self.kind == "complex":
+            return torch.randn(self.shape, generator=generator, dtype=torch.complex128).requires_grad_()
         x = torch.randn(self.shape, generator=generator, dtype=torch.float64)
         x = x.abs() + 0.5 if self.kind in ("positive", "scale") else x
         x = x.sigmoid() if self.kind == "fraction" else x
@@ -87,7 +90,7 @@ def _program(target: Any, case: Case) -> tuple[Program, list[Tensor], Tensor]:
     values = iter(tensors)
     node = graph.call_function(target, _fill(case.args, fill), case.kwargs)
     result: Tensor = target(*_fill(case.args, values), **case.kwargs)
-    grad = result.is_floating_point() and any(t.requires_grad for t in tensors) and target not in _CUT
+    grad = is_continuous(result.dtype) and any(t.requires_grad for t in tensors) and target not in _CUT
     set_info(node, NodeInfo(_sizes(result), result.dtype, grad))
     graph.output((node,))
     call = Call(MODEL, "", tuple(f"x{i}" for i in range(len(tensors))), ("y",))
