@@ -19,6 +19,7 @@ from autopar.errors import PlanError
 from autopar.search.job import illegal_sizes, search_job
 from autopar.search.pins import Pins
 from autopar.solutions import models_of
+from autopar.trace.opaque import opaque_modules
 from autopar.verification.samples import inputs_of, random_batch
 from autopar.verification.shrink import seeded
 from tests.distributed.programs import Errors, Subject, subject, train_and_compare
@@ -68,10 +69,11 @@ def test_trains_as_the_original(name: str, plan: str, tmp_path: Path) -> None:
     result = with_pins(result, **pins_of(BY_NAME[name], plan))
     folder = result.save(tmp_path / "program")
     source, reference = (folder / "model.py").read_text(), made.reference
+    opaque = opaque_modules(result.program, made.model)
     assert plan != "recompute" or "checkpoint(" in source
     found: list[Errors] = run_ranks(
         result.plan.mesh.world_size,
-        lambda rank: train_and_compare(source, folder, made.batches, reference),
+        lambda rank: train_and_compare(source, folder, made.batches, reference, opaque),
     )
     assert frozenset().union(*(errors.names for errors in found)) == reference.weights.keys()
     assert all(errors.worst <= 1e-9 for errors in found), found

@@ -98,8 +98,4 @@ class Remembering(Checked):
 
 
 _LM = {"ids": ids(), "labels": ids()}
-CASES = (
-    Case("checked", Checked, _LM, {"dp": 2}, ("as pinned", "tp2")),
-    Case("likelihood", Likelihood, _LM, {"dp": 2}, ("as pinned",)),
-    Case("checked layers", CheckedLayers, _LM, {"tp": 2}, ("as pinned", "pp2")),
-)
+CASES = (Case("checked", Checked, _LM, {"dp": 2}),)

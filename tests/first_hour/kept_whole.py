@@ -90,6 +90,6 @@ _LM = {"ids": ids(), "labels": ids()}
 CASES = (
     Case("quantized input", QuantizedInput, _LM, {"dp": 2}),
     Case("own loss", OwnLoss, _LM, {"dp": 2}),
-    Case("adaptive softmax", AdaptiveSoftmax, _LM, {"tp": 2}, ("as pinned", "pp2")),
-    Case("adaptive rows", AdaptiveRows, _LM, {"dp": 2}, ("as pinned", "dp2")),
+    Case("adaptive softmax", AdaptiveSoftmax, _LM, {"tp": 2}, ("as pinned", "tp2", "pp2", "recompute")),
+    Case("adaptive rows", AdaptiveRows, _LM, {"dp": 2}),
 )

@@ -93,10 +93,10 @@ class WithLayers(nn.Module):
 
 _LM = {"ids": ids(), "labels": ids()}
 CASES = (
-    Case("kronecker", lambda: WithLayers(Kronecker), _LM, {"dp": 2, "micro_batch": 2}, ("as pinned", "tp2")),
-    Case("kronecker scale", lambda: WithLayers(KroneckerScale), _LM, {"dp": 2}, ("as pinned", "zero3")),
-    Case("three factors", lambda: WithLayers(ThreeFactors), _LM, {"dp": 2}, ("as pinned", "tp2")),
-    Case("mixing", lambda: WithLayers(Mixing), _LM, {"dp": 2, "micro_batch": 2}, ("as pinned", "tp2")),
-    Case("filter", lambda: WithLayers(Filter), _LM, {"dp": 2}, ("as pinned", "tp2")),
-    Case("long convolution", lambda: WithLayers(LongConvolution), _LM, {"dp": 2}, ("as pinned", "recompute")),
+    Case("kronecker", lambda: WithLayers(Kronecker), _LM, {"dp": 2, "micro_batch": 2}),
+    Case("kronecker scale", lambda: WithLayers(KroneckerScale), _LM, {"dp": 2}),
+    Case("three factors", lambda: WithLayers(ThreeFactors), _LM, {"dp": 2}),
+    Case("mixing", lambda: WithLayers(Mixing), _LM, {"dp": 2, "micro_batch": 2}),
+    Case("filter", lambda: WithLayers(Filter), _LM, {"dp": 2}),
+    Case("long convolution", lambda: WithLayers(LongConvolution), _LM, {"dp": 2}),
 )

@@ -39,7 +39,7 @@ class Variance(Cosine):
 
 _PAIR = {"left": ids(), "right": ids()}
 CASES = (
-    Case("cosine", Cosine, _PAIR, {"dp": 2, "micro_batch": 2}, ("as pinned", "tp2")),
-    Case("two cosines", TwoCosines, _PAIR, {"dp": 2, "micro_batch": 2}, ("as pinned", "pp2")),
-    Case("variance", Variance, _PAIR, {"dp": 2, "micro_batch": 2}, ("as pinned",)),
+    Case("cosine", Cosine, _PAIR, {"dp": 2, "micro_batch": 2}),
+    Case("two cosines", TwoCosines, _PAIR, {"dp": 2, "micro_batch": 2}),
+    Case("variance", Variance, _PAIR, {"dp": 2, "micro_batch": 2}),
 )
