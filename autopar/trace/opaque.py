@@ -207,7 +207,9 @@ class Opaque:
         calls = {call.name: call for call in self.calls}
         found: dict[str, tuple[bool, int]] = {}
         nodes = [node for node in program.blocks[MODEL].ops if node.target is OPAQUE]
-        read = {arguments(n)[1]: {arguments(u)[1] for m in nodes if _same(m, n) for u in m.users} for n in nodes}
+        read = {
+            arguments(n)[1]: {arguments(u)[1] for m in nodes if _same(m, n) for u in m.users if u.users} for n in nodes
+        }
         for node in nodes:
             tensors, name, given, _, _ = arguments(node)
             if name not in found:
