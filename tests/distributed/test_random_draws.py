@@ -33,9 +33,10 @@ class Autoencoder(nn.Module):
         x = self.tower.emb(ids)
         for block in self.tower.blocks:
             x = x + block(x + 0.1 * torch.randn_like(x))
-        mean, scale = self.mean(x), self.scale(x)
+        mean: Tensor = self.mean(x)
+        scale = self.scale(x)
         state = mean + torch.exp(0.5 * scale) * torch.randn_like(mean)
-        loss = F.cross_entropy(self.head(state).flatten(0, 1), labels.flatten())
+        loss: Tensor = F.cross_entropy(self.head(state).flatten(0, 1), labels.flatten())
         return loss + 0.01 * (mean**2).mean()
 
 
