@@ -10,6 +10,7 @@ from torch import fx
 
 from .graph import NodeInfo, Role, Shape, info, node_inputs, set_info
 
+DOUBLED = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 _NO_GRADIENT = {torch.ops.aten.detach.default, torch.ops.aten.detach_.default}
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from ..errors import TraceError
-from ..ir.build import derives_gradient, is_continuous
+from ..ir.build import DOUBLED, derives_gradient, is_continuous
 from ..ir.graph import (
     MODEL,
     B,
@@ -38,7 +38,6 @@ from .source import excerpt, module_path, place, source_line
 _MAX_SEQUENCE = 1 << 20
 # Where the trace ran and how it laid out constants: the emitter writes the block's own device.
 _BAKED = ("device", "pin_memory", "layout")
-_DOUBLED = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 _STATISTICS = {torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default}
 
 
@@ -129,7 +128,7 @@ class Importer:
 
     def _dtype(self, dtype: torch.dtype) -> torch.dtype:
         """In fp64 programs the author's float32 is float64: parity to 1e-9 would end at the first upcast."""
-        return _DOUBLED.get(dtype, dtype) if self.dtype == torch.float64 else dtype
+        return DOUBLED.get(dtype, dtype) if self.dtype == torch.float64 else dtype
 
     def _placeholder(self, node: fx.Node, signature: Any) -> Any:
         constants = {**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
