@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode  # private path: torch documents it, and has no other
+
+from .runtime.dispatch import TorchDispatchMode
 
 
 class same_draws(TorchDispatchMode):  # noqa: N801 - a context manager, named as torch names its own
