@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from .errors import PlanError
+from .ir.identifiers import printable
 from .options import JOB, OPTIONS, PINS, Option, check, nearest
 
 _EXAMPLES = """\
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PlanError as error:
         if os.environ.get("AUTOPAR_DEBUG"):
             raise
-        print(f"autopar: {error}", file=sys.stderr)
+        print(f"autopar: {printable(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("autopar: interrupted", file=sys.stderr)

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..errors import PlanError
 from ..ir.graph import Program, Role, info
-from ..ir.identifiers import COUNTS, identifier, is_plain
+from ..ir.identifiers import COUNTS, identifier
 from ..ir.ops import COLLECTIVES
 from ..recompute import by_layer
 
@@ -54,10 +54,7 @@ def loop_name(name: str, program: Program) -> str:
 
 
 def check_attributes(program: Program) -> None:
-    """PlanError where the emitted classes would lose an attribute of the model to one of their own or of nn.Module.
-
-    So where an input cannot be an argument.
-    """
+    """PlanError where the emitted classes would lose an attribute of the model to one of their own or of nn.Module."""
     reserved = (*_OF_MODEL, *{f"_{call.block}": 0 for call in program.layer_calls if program.is_between(call.block)})
     of_modules = set(dir(nn.Module()))
     for name in (*program.parameters, *program.buffers):
@@ -66,8 +63,6 @@ def check_attributes(program: Program) -> None:
         if taken := of_modules.intersection(name.split(".")):
             raise PlanError(f"{name!r} of {program.name}: every nn.Module has an attribute {taken.pop()}: rename it")
     for name in program.inputs:
-        if not is_plain(name):
-            raise PlanError(f"the input {name!r} of {program.name} cannot be an argument in Python: rename it")
         if name in _OF_FORWARD:
             raise _clash(program, f"the input {name}", _OF_FORWARD)
     for layer in by_layer(program.recompute):

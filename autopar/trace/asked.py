@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import PlanError
+from ..ir.identifiers import is_plain
 from ..options import check_names, shown
 
 
@@ -22,6 +23,8 @@ def check_arguments(model: Any, inputs: Any, loss: Any) -> None:
             f"inputs={_kind(inputs)}: give them by the keywords of forward, "
             "inputs={'input_ids': ids, 'labels': labels}"
         )
+    if wrong := [name for name in inputs or () if not isinstance(name, str) or not is_plain(name) or name == "self"]:
+        raise PlanError(f"inputs: {shown(wrong[0])} is no name of an argument in Python: rename it")
     if loss is not None and not callable(loss):
         raise PlanError(f"loss={shown(loss)}: give a function (outputs, batch) -> scalar")
 

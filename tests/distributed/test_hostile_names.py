@@ -18,13 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from autopar.api import Parallelized, parallelize
+from autopar.emit.names import _OF_MODEL, _OF_RECOMPUTED_LAYER
 from autopar.errors import PlanError
+from autopar.ir.identifiers import COUNTS
 from autopar.verification import ranks
 from tests.harness import run_ranks, verify_in_fork
 from tests.hostile import NAMES, SAMPLES, hostile_model, inputs
@@ -48,6 +51,10 @@ AWKWARD = (
     "layer", "value", "count_targets", "SETTINGS", "from runtime", "torch float32", "_0", "weight_0", "p_weight",
     "forward2", "x" * 300, "match", "_", "…",
 )  # fmt: skip
+NO_IDENTIFIERS = [
+    "class", "a-b", "a b", "-1", "007", "²", "ﬁ", "fi", "__x", "None", "e\u0301", "1", "__x__", "{x}", "x\ny", "\ud800",
+    "'", '"', "_",
+]  # fmt: skip
 RESERVED = ("_first", "_epilogue", "_count_2")
 KINDS = (
     "class",
@@ -74,8 +81,10 @@ PLANS: tuple[dict[str, Any], ...] = (
 
 
 def is_name(text: str) -> bool:
-    """Whether nn.Module takes it for the name of a module, parameter or buffer."""
-    return bool(text) and "." not in text and not hasattr(nn.Module(), text) and text not in ("names", "put", "at")
+    """Whether a module takes it for the name of a child, parameter or buffer; the emitted class needs some itself."""
+    legal = bool(text) and "." not in text and not hasattr(nn.Module(), text) and text not in ("names", "put", "at")
+    own = text in (*_OF_MODEL, *_OF_RECOMPUTED_LAYER) or COUNTS.fullmatch(text) or text.startswith("_between")
+    return legal and not own
 
 
 def is_kind(text: str) -> bool:
@@ -132,15 +141,16 @@ def through_all(result: Parallelized, folder: Path) -> None:
 
 @pytest.mark.parametrize("models", [10, pytest.param(60, marks=pytest.mark.slow)])
 def test_drawn_names_do_nothing(models: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each model has 22 names."""
+    """Each model has 22 names; the first one's are no identifiers, or other ones than they seem."""
     monkeypatch.setattr(ranks, "_run_child", verify_in_fork)
     plans = itertools.cycle(PLANS)
 
     @settings(
-        max_examples=models, derandomize=True, deadline=None, database=None, phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
+        max_examples=models - 1, derandomize=True, deadline=None, database=None,
+        phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(NAMES_OF_A_MODEL, st.tuples(KIND, KIND, KIND))
+    @example(names=NO_IDENTIFIERS, kinds=("", "class", "1st"))
     def check(names: list[str], kinds: tuple[str, str, str]) -> None:
         with fresh_folder(tmp_path) as folder:
             model = hostile_model(names, *kinds)
@@ -158,3 +168,9 @@ def test_a_name_that_the_emitted_class_needs_is_refused(name: str) -> None:
     )  # fmt: skip
     with pytest.raises(PlanError, match=f"{name}.* of Root"):
         result.source()
+
+
+@pytest.mark.parametrize("name", ["a-b", "class", "__x", "ﬁ", "x\ny", "", "self", CODE])
+def test_an_input_that_is_no_argument_is_refused(name: str) -> None:
+    with pytest.raises(PlanError, match="is no name of an argument in Python: rename it"):
+        parallelize(nn.Linear(2, 2), 1, gpu="cpu", inputs={name: torch.zeros(2, 2)})

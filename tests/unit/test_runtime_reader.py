@@ -69,7 +69,7 @@ LISTS: dict[str, Callable[[Path, Hostile], Any]] = {
     "that runs inside": lambda folder, hostile: changed(folder, planner_data={"model.w": hostile}),
     "that runs by another name": lambda folder, hostile: Reduced(os.system, f"touch {hostile.canary}"),
     "that evaluates": lambda folder, hostile: Reduced(eval, f"open({str(hostile.canary)!r}, 'w')"),
-    "that gets an attribute": lambda folder, hostile: Reduced(getattr, torch, "load"),
+    "that gets an attribute": lambda folder, hostile: Reduced(getattr, "x", "upper"),
     "that loads": lambda folder, hostile: Reduced(torch.load, str(hostile.canary)),
     "that is another thing": lambda folder, hostile: [1, 2],
     "of files elsewhere": lambda folder, hostile: changed(folder, storage_data=_elsewhere(folder)),
