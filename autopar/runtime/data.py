@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import signal
 import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -74,6 +75,8 @@ def told_by_one(first: bool) -> Iterator[None]:
         yield
     except Exception:
         if not first:
+            with suppress(ValueError):  # not the main thread
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there is no step to save after
             time.sleep(_PATIENCE_S)
         raise
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.ir.graph import EPILOGUE, PROLOGUE, TABLES, Role, info
+from autopar.ir.graph import BETWEEN, EPILOGUE, PROLOGUE, TABLES, Role, info
 from autopar.mesh import Mesh
 from autopar.passes.split_stages import SplitStages
 from autopar.plan import Plan
@@ -205,3 +205,28 @@ def test_values_travel_over_stages() -> None:
     shapes = sorted(str(program.value_info(value).shape) for value in carried)
     assert shapes == ["()", "(b, 8)"]
     assert all(before.sends == after.receives for before, after in zip(stages, stages[1:], strict=False))
+
+
+class Scorer(nn.Module):
+    """A model without a list of layers, or with its head alone."""
+
+    def __init__(self, hidden: bool) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(4, 4) if hidden else nn.Identity()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, features: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.hidden(features).tanh()), labels)
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+def test_without_a_list_all_before_the_head_is_one_run(hidden: bool) -> None:
+    """Head and loss are the epilogue; what reads no parameter is no run of its own."""
+    inputs = {"features": torch.zeros(2, 4), "labels": torch.zeros(2, dtype=torch.long)}
+    program = models.layered(Scorer(hidden), inputs)
+    read = {
+        call.block: {info(n).ref for n in program.blocks[call.block].placeholders(Role.PARAMETER)}
+        for call in program.calls
+    }
+    before = {BETWEEN: {"hidden.weight", "hidden.bias"}} if hidden else {}
+    assert read == {**before, EPILOGUE: {"head.weight", "head.bias"}}
