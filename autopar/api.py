@@ -50,6 +50,7 @@ from .solutions import Solutions, models_of, solve_layouts, with_placements
 from .trace.initialise import Weights, weights_of
 from .trace.layers import class_names
 from .trace.opaque import opaque_modules
+from .trace.watch import layers_watched
 from .verification.folder import keep_original
 from .verification.program import verify_plan
 
@@ -100,7 +101,7 @@ def parallelize(
         pad_to_multiple_of=pad_to_multiple_of,
     )  # fmt: skip
     check_choices(chosen, job.cluster, sequence=job.padded_from or job.sequence, **together)
-    with progress(f"tracing {job.name}"):
+    with progress(f"tracing {job.name}") as so_far, layers_watched(type(job.model), so_far.at_layer):
         program = prepare(job.model, job.inputs, job.precision, job.batch_norm)
     check_layers(program, job, chosen)
     illegal = illegal_sizes(program, job, chosen)
@@ -109,12 +110,10 @@ def parallelize(
     warn_unknown(program, {B: 1, S: job.sequence})
     layouts = [layout for layout in LAYOUTS if sequence_parallel is None or layout.name == _named(sequence_parallel)]
     cps, tps = cp_sizes(program, job, chosen), [tp for tp in tp_sizes(job, chosen) if f"tp={tp}" not in illegal]
-    over_cp = f", cp = {', '.join(map(str, cps))}" if cps != [1] else ""
-    with progress(f"solving the placements for tp = {', '.join(map(str, tps))}{over_cp}"):
-        solutions, unsolved = solve_layouts(program, job, cps, tps, layouts, chosen)
-    with progress("searching the plans"):
+    solutions, unsolved = solve_layouts(program, job, cps, tps, layouts, chosen)
+    with progress("pricing the placements"):
         models = models_of(job, program, solutions, chosen)
-        result = search_job(job, program, models, chosen, illegal | unsolved)
+    result = search_job(job, program, models, chosen, illegal | unsolved)
     return Parallelized(job, program, solutions, result)
 
 

@@ -62,7 +62,7 @@ def _priced(result: Parallelized, plan: Plan) -> Parallelized:
     if estimate.peak_bytes > request.budget_bytes:
         short = gib(estimate.peak_bytes - request.budget_bytes)
         raise InfeasibleError(
-            f"the plan needs {gib(estimate.peak_bytes)} a GPU, {short} more than the budget of "
+            f"the plan needs {gib(estimate.peak_bytes)} a {hardware.unit}, {short} more than the budget of "
             f"{gib(request.budget_bytes)}: give --memory, or edit zero, recompute, micro_batch or stages"
         )
     kept, room = max(stage.host_bytes for stage in estimate.stages), host_room_bytes(hardware)

@@ -15,6 +15,7 @@ from .errors import InfeasibleError, PlanError, TypeCheckError
 from .ir.graph import B, Program, S, info, node_inputs
 from .passes.cut_sequence import check_length
 from .plan import Plan, Solution
+from .progress import progress
 from .request import Job
 from .rules import Axis, rule_of
 from .rules.arguments import option
@@ -63,10 +64,11 @@ def solve_layouts(
     """The solutions of the intra-op search for each pair of sizes, equal ones once; and why some sizes have none."""
     contexts = [layout for layout in CONTEXT_LAYOUTS if pins.allows("attention", layout.name)]
     solver = _Solver(program, job, tuple(layouts))
-    for cp in cps:
-        for tp in tps:
-            for context in contexts if cp > 1 else (None,):
-                solver.solve(cp, tp, context)
+    cases = [(cp, tp, over_cp) for cp in cps for tp in tps for over_cp in (contexts if cp > 1 else (None,))]
+    with progress("solving the placements", len(cases)) as so_far:
+        for cp, tp, over_cp in so_far.over(cases):
+            so_far.part = f"tp={tp}" + (f", cp={cp} {over_cp.name}" if over_cp else "")
+            solver.solve(cp, tp, over_cp)
     sizes = {f"cp={key.cp}" for key in solver.found} | {f"tp={key.tp}" for key in solver.found}
     return solver.found, {size: reason for size, reason in solver.unsolved.items() if size not in sizes}
 

@@ -69,6 +69,11 @@ class Hardware:
         """The name as the table prints it: H100-SXM-80GB."""
         return self.name.upper()
 
+    @property
+    def unit(self) -> str:
+        """What there are several of: "GPU", or "process" of a CPU."""
+        return unit_of(self.name)
+
     def peak(self, precision: str) -> float:
         """Peak FLOP/s of matmuls in this precision. PlanError where the hardware has none."""
         if precision not in self.peak_flops:
@@ -105,14 +110,12 @@ class Cluster:
     @property
     def unit(self) -> str:
         """One of what `gpus` counts: "GPU", or "process" on a CPU."""
-        return "process" if self.gpu == "cpu" else "GPU"
+        return unit_of(self.gpu)
 
     @property
     def count(self) -> str:
         """ "64 GPUs", or "4 processes" on a CPU."""
-        if self.gpus == 1:
-            return f"1 {self.unit}"
-        return f"{self.gpus} {'processes' if self.gpu == 'cpu' else 'GPUs'}"
+        return f"{self.gpus} {unit_of(self.gpu, self.gpus)}"
 
     @property
     def nodes(self) -> int:
@@ -123,6 +126,13 @@ class Cluster:
             return f"{self.count} on this CPU"
         nodes = f" ({self.nodes} nodes × {min(self.gpus, self.per_node)})" if self.nodes > 1 else ""
         return f"{self.gpus} × {gpu(self.gpu).label}{nodes}"
+
+
+def unit_of(name: str, count: int = 1) -> str:
+    """What a plan for this hardware is spread over, in words: "GPU", "GPUs", "process", "processes"."""
+    if name == "cpu":
+        return "process" if count == 1 else "processes"
+    return "GPU" if count == 1 else "GPUs"
 
 
 def gpu(name: str, processes: int = 1) -> Hardware:

@@ -13,7 +13,7 @@ from autopar.plan import Plan
 from autopar.recompute import summary
 
 from .search import Candidate, SearchResult
-from .sizes import gib
+from .sizes import gib, unit_for
 
 _HEADERS = (
     "#", "pp", "dp", "cp", "tp", "zero", "micro×acc", "schedule", "recompute", "step", "tokens/s/GPU", "MFU",
@@ -26,10 +26,12 @@ _SMALLEST_MS, _SMALLEST_BYTES = 5e-4, 2**10
 
 def plan_table(result: SearchResult, model_name: str, parameters: int) -> str:
     """The table of DESIGN §1: a header line, a row a plan (best first), what was searched, notes."""
-    rows = [_row(number, candidate) for number, candidate in enumerate(result.best, start=1)]
     align = ["left" if header in _LEFT else "right" for header in _HEADERS]
     # The headers as a row: tabulate pads real ones to four spaces.
-    headers = [title.replace("tokens", _unit(result)) for title in _HEADERS]
+    size, size_bytes = unit_for(max(candidate.estimate.peak_bytes for candidate in result.best))
+    words = {"tokens/s/GPU": f"{_unit(result)}/s/{result.cluster.unit}", "peak GiB": f"peak {size}"}
+    headers = [words.get(title, title) for title in _HEADERS]
+    rows = [_row(number, candidate, size_bytes) for number, candidate in enumerate(result.best, start=1)]
     table = tabulate([headers, *rows], tablefmt="plain", colalign=align, disable_numparse=True)
     body = "\n".join(f" {line}".rstrip() for line in table.splitlines())
     notes = "".join(f"\n {note}" for note in (*_loss_notes(result), *_padding_notes(result), *result.notes))
@@ -65,7 +67,7 @@ def header(result: SearchResult, model_name: str, parameters: int) -> str:
             f"{request.global_batch:,}{length} {_unit(result)} a step{padded}",
             precision_text(request.precision, request.pins.reduce_dtype),
             request.optimizer.name,
-            f"budget {gib(request.budget_bytes)} a GPU",
+            f"budget {gib(request.budget_bytes)} a {result.cluster.unit}",
         )
     )
 
@@ -163,7 +165,7 @@ def recompute_text(plan: Plan) -> str:
     return summary(plan.recompute, plan.stages[-1][1])
 
 
-def _row(number: int, candidate: Candidate) -> list[str]:
+def _row(number: int, candidate: Candidate, size_bytes: int) -> list[str]:
     plan, estimate = candidate.plan, candidate.estimate
     return [
         str(number),
@@ -175,7 +177,7 @@ def _row(number: int, candidate: Candidate) -> list[str]:
         duration(estimate.step_time_s),
         _rate(estimate.tokens_per_s_per_gpu),
         f"{estimate.mfu:.1%}",
-        f"{estimate.peak_bytes / 2**30:.{1 if estimate.peak_bytes > 2**30 else 3}f}",
+        f"{estimate.peak_bytes / size_bytes:.1f}",
         f"{estimate.bubble:.1%}" if plan.mesh.pp > 1 else "–",
         f"{100 * candidate.model.sharded_fraction:.1f}".removesuffix(".0") + "%",
         estimate.limited_by,
@@ -184,11 +186,11 @@ def _row(number: int, candidate: Candidate) -> list[str]:
 
 def _stage_text(number: int, stage: StageLedger, estimate: Estimate) -> str:
     """Memory on the left, time of one micro-batch on the right."""
-    memory = [
-        (term.name, f"{term.size_bytes / 2**30:.3f}") for term in stage.memory if term.size_bytes > _SMALLEST_BYTES
-    ]
-    memory.append(("peak", f"{stage.peak_bytes / 2**30:.3f}"))
-    memory += [(f"host: {term.name}", f"{term.size_bytes / 2**30:.3f}") for term in stage.host]
+    unit, unit_bytes = unit_for(stage.peak_bytes)
+    sizes = [(term.name, term.size_bytes) for term in stage.memory if term.size_bytes > _SMALLEST_BYTES]
+    sizes.append(("peak", stage.peak_bytes))
+    sizes += [(f"host: {term.name}", term.size_bytes) for term in stage.host]
+    memory = [(name, f"{size / unit_bytes:.3f}") for name, size in sizes]
     time = []
     for term in stage.time:
         hidden = f"(hidden {milliseconds(term.hidden_s)})" if term.hidden_s * 1e3 > _SMALLEST_MS else ""
@@ -199,9 +201,7 @@ def _stage_text(number: int, stage: StageLedger, estimate: Estimate) -> str:
         [f"  {left[0]}" if left[0] else "", left[1], f"  {right[0]}" if right[0] else "", right[1], right[2]]
         for left, right in zip_longest(memory, time, fillvalue=("", "", ""))
     ]
-    return _plain(
-        rows, (_stage_name(number, stage, len(estimate.stages)), "GiB", "  time of one micro-batch", "ms", "")
-    )
+    return _plain(rows, (_stage_name(number, stage, len(estimate.stages)), unit, "  time of one micro-batch", "ms", ""))
 
 
 def _stage_name(number: int, stage: StageLedger, stages: int) -> str:

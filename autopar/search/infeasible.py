@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autopar.cost_models.compute import ModelPrice, stage_shape
-from autopar.cost_models.hardware import Hardware
+from autopar.cost_models.compute import ModelPrice, StageShape, stage_shape
+from autopar.cost_models.hardware import Hardware, unit_of
 from autopar.cost_models.memory import MemoryTerm, host_room_bytes, rank_host_ledger, rank_ledger, total_bytes
+from autopar.recompute import LAYER
 
 from .loss_chunks import smallest_logits
 from .pins import Recompute, Request
@@ -34,7 +35,7 @@ def infeasible_text(cases: Sequence[Case], request: Request, hardware: Hardware)
         for recompute in LEANEST if request.pins.recompute is None else (request.pins.recompute,):
             found = _least_memory(case, recompute, request, hardware)
             if nearest is None or found[0] < nearest[0]:
-                nearest = (found[0], case, found[1], found[2], str(recompute))
+                nearest = (found[0], case, *found[1:])
     assert nearest is not None, "the space has at least one choice"
     need_bytes, case, stage, terms, recompute_text = nearest
     choice = case.choice
@@ -43,13 +44,15 @@ def infeasible_text(cases: Sequence[Case], request: Request, hardware: Hardware)
         return _host_text(case, request, hardware)
     filled = ", ".join(f"{term.name} {gib(term.size_bytes)}" for term in largest)
     pinned = f" with {request.pins}" if str(request.pins) else ""
+    ways = [f"more {unit_of(hardware.name, 2)}", "a larger memory budget"]
+    ways += ["a shorter sequence"] * (request.sequence > 1) + ["fewer pins"] * bool(pinned)
     chunks_text = f", loss_chunks {case.price.loss_chunks}" if case.price.loss_chunks > 1 else ""
     return (
-        f"no plan fits {gib(request.budget_bytes)} a GPU{pinned}: the nearest ({choice.mesh}, "
+        f"no plan fits {gib(request.budget_bytes)} a {hardware.unit}{pinned}: the nearest ({choice.mesh}, "
         f"zero {choice.sharding}, micro-batch {choice.micro_batch}, recompute {recompute_text}{chunks_text}) "
         f"needs {gib(need_bytes)} on stage {stage}, {gib(need_bytes - request.budget_bytes)} too much. "
         f"Most of it: {filled}. "
-        "Use more GPUs, a larger memory budget, a shorter sequence or fewer pins"
+        f"Use {', '.join(ways[:-1])} or {ways[-1]}"
     )
 
 
@@ -69,15 +72,22 @@ def _leanest(cases: Sequence[Case], request: Request, hardware: Hardware) -> lis
 
 def _least_memory(
     case: Case, recompute: Recompute, request: Request, hardware: Hardware
-) -> tuple[float, int, tuple[MemoryTerm, ...]]:
-    """(peak bytes of the fullest rank, that rank, its ledger), layers spread evenly over the stages."""
+) -> tuple[float, int, tuple[MemoryTerm, ...], str]:
+    """(peak bytes of the fullest rank, that rank, its ledger, what is recomputed), layers spread evenly over stages."""
     price, setting, pp = case.price, setting_for(case.choice, request, hardware), case.choice.mesh.pp
     ranges = _even(case)
     shapes = [stage_shape(price, *of, request.pins.again or ()) for of in ranges]
     if not setting.in_halves:
         shapes = [replace(shape, recomputed=pinned_recompute(recompute, price, shape)) for shape in shapes]
     ledgers = [rank_ledger(price, shapes[rank::pp], rank, setting) for rank in range(pp)]
-    return max(((total_bytes(terms), rank, terms) for rank, terms in enumerate(ledgers)), key=lambda peak: peak[0])
+    fullest = max(((total_bytes(terms), rank, terms) for rank, terms in enumerate(ledgers)), key=lambda peak: peak[0])
+    return *fullest, _recomputed_text(shapes)
+
+
+def _recomputed_text(shapes: Sequence[StageShape]) -> str:
+    """What the layers that there are recompute: "none", "full", "groups of 8"."""
+    names = dict.fromkeys(what for shape in shapes for chosen in shape.recomputed for what, count in chosen if count)
+    return ", ".join("full" if what == LAYER else what for what in names) or "none"
 
 
 def _even(case: Case) -> list[tuple[int, int]]:

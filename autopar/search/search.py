@@ -8,7 +8,7 @@ taken in the order of a lower bound of their step, and left out once it says tha
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -20,6 +20,7 @@ from autopar.cost_models.update import update_time_s
 from autopar.errors import InfeasibleError
 from autopar.mesh import Mesh
 from autopar.plan import Optimizer, Plan, Solution
+from autopar.progress import progress
 from autopar.recompute import Again
 from autopar.rules.coupling import Coupling
 
@@ -97,7 +98,10 @@ def search(
     space = enumerate_space(request, cluster, layers, {(model.cp, model.tp) for model in models}, illegal or {})
     cases = _cases(space.choices, models, request, hardware)
     ranking = _Ranking(keep, cluster.gpus)
-    do_not_fit, pruned = _rank(cases, ranking, request, hardware)
+    with progress("searching the plans", len(cases)) as so_far:
+        do_not_fit, pruned = _rank(so_far.over(cases), ranking, request, hardware)
+        if not ranking.best:
+            raise InfeasibleError(infeasible_text(cases, request, hardware))
     best = ranking.ranked()
     return SearchResult(
         best=best,
@@ -112,7 +116,7 @@ def search(
     )
 
 
-def _rank(cases: Sequence[Case], ranking: _Ranking, request: Request, hardware: Hardware) -> tuple[int, int]:
+def _rank(cases: Iterable[Case], ranking: _Ranking, request: Request, hardware: Hardware) -> tuple[int, int]:
     """Solve the cases that can win, best bound first; (how many do not fit, how many were left out)."""
     do_not_fit = pruned = 0
     prices: dict[int, LossPrices] = {}  # of each model price
@@ -134,8 +138,6 @@ def _rank(cases: Sequence[Case], ranking: _Ranking, request: Request, hardware: 
             ranking.add(candidate)
             if not candidate.plan.recompute and candidate.plan.loss_chunks == 1:
                 roomy.add(kept)
-    if not ranking.best:
-        raise InfeasibleError(infeasible_text(cases, request, hardware))
     return do_not_fit, pruned
 
 
@@ -282,4 +284,4 @@ def _notes(best: Sequence[Candidate], cluster: Cluster, coupling: Coupling | Non
     if full is not None:
         loss = full.estimate.step_time_s / chosen.estimate.step_time_s - 1
         why = f"the best on all {cluster.gpus} takes {loss:.1%} longer"
-    return (*said, f"uses {used} of {cluster.gpus} GPUs: {why}")
+    return (*said, f"uses {used} of {cluster.count}: {why}")

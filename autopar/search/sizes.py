@@ -10,6 +10,11 @@ def gib(size_bytes: float) -> str:
     return f"{size_bytes / 2**30:.1f} GiB"
 
 
+def unit_for(largest_bytes: float) -> tuple[str, int]:
+    """("GiB", 2**30), or ("MiB", 2**20) where all is smaller than one GiB."""
+    return ("MiB", 2**20) if largest_bytes < 2**30 else ("GiB", 2**30)
+
+
 def divisors(n: int) -> list[int]:
     """In ascending order, found up to the square root."""
     small = [d for d in range(1, isqrt(n) + 1) if n % d == 0]

@@ -31,7 +31,7 @@ from ..trace.named import named_function, named_model
 from .comparison import Comparison, compared
 from .edits import Edits, find_edits
 from .program import constants_of, train_reference
-from .ranks import Task, reference_of, run_task
+from .ranks import Task, reference_of, run_task, steps_done
 from .record import Record, read_record, write_record
 from .samples import inputs_of, random_batch
 from .shrink import LARGEST, MOST_PROCESSES, fewer_samples, seeded
@@ -119,7 +119,8 @@ def _run(task: Task, scratch: Path, folder: Path, processes: int) -> list[dict[s
     scratch.mkdir()
     what = "as written" if task.reference is None else "as it is now"
     try:
-        with progress(f"training the program {what} on {processes} processes"):
+        doing = f"training the program {what} on {processes} processes"
+        with progress(doing, len(task.batches), lambda: steps_done(scratch)):
             return run_task(task, scratch)
     except PlanError as error:
         raise PlanError(_at_the_users_line(str(error), folder)) from error

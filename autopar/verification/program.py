@@ -33,7 +33,7 @@ from ..rules.random import draws
 from ..trace.huggingface import without_cache
 from ..trace.moe import written_experts
 from ..trace.opaque import opaque_modules
-from .ranks import Task, relative, run_task
+from .ranks import Task, relative, run_task, steps_done
 from .samples import inputs_of, random_batch
 from .shrink import small_enough
 
@@ -57,7 +57,7 @@ def verify_plan(job: Job, plan: Plan, steps: int) -> Parity:
     processes = plan.mesh.world_size
     with (
         tempfile.TemporaryDirectory(prefix="autopar-verify-") as folder,
-        progress(f"training the program on {processes} processes for {steps} steps"),
+        progress(f"training the program on {processes} processes", steps, lambda: steps_done(Path(folder))),
     ):
         (Path(folder) / "model.py").write_text(source)
         save_opaque(Path(folder), opaque)
@@ -84,8 +84,8 @@ def train_reference(
     """The weights that a model begins with, and what training it gives; PlanError where its loss is no number."""
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
     weights = {name: tensor.detach().clone() for name, tensor in named}
-    with progress(f"training the original for {len(batches)} steps"), written_experts(model), without_cache(model):
-        reference = train_original(model, batches, constants, _optimizer(model, plan), drawing)
+    with progress("training the original", len(batches)) as so_far, written_experts(model), without_cache(model):
+        reference = train_original(model, so_far.over(batches), constants, _optimizer(model, plan), drawing)
     if not all(map(math.isfinite, reference["losses"])):
         raise PlanError(f"the model's own losses are {reference['losses']}: there is nothing to compare with")
     return weights, reference

@@ -38,6 +38,7 @@ from ..same_draws import same_draws
 
 TIMEOUT_S = 300
 _AFTER_A_FAILURE_S = 5
+_STEPS = "steps"  # the file that gets a byte a step
 _LOWER = ("bfloat16", "float16", "half", "float32", "float")  # dtypes of torch, and methods that cast to them
 
 
@@ -67,6 +68,12 @@ def run_task(task: Task, folder: Path) -> list[dict[str, Any]]:
     _run_child(folder)
     reports: list[dict[str, Any]] = json.loads((folder / "reports.json").read_text())
     return reports
+
+
+def steps_done(folder: Path) -> int:
+    """How many steps a task has done so far."""
+    path = folder / _STEPS
+    return path.stat().st_size if path.exists() else 0
 
 
 def reference_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -209,6 +216,9 @@ def _trained(rank: int, world_size: int, folder: Path, program: Any, job: Any) -
         own = {name: value[replica * share : (replica + 1) * share] for name, value in batch.items()}
         with no_dropout(), same_draws() if job["draws"] else nullcontext():
             result = trainer.step(own)
+        if rank == 0:
+            with (folder / _STEPS).open("a") as file:
+                file.write(".")
         losses.append(result.loss)
         norms.append(result.grad_norm)
         if step == 0:
