@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -15,6 +17,7 @@ from .mesh import Mesh
 from .settings import Settings
 from .trainer import StepResult
 
+_BAR = 20  # characters
 Record = dict[str, float | None]
 _NOTABLE = 0.02  # of a step's time, from which on loading is shown
 
@@ -44,8 +47,8 @@ class Meter:
         """Once the samples are there."""
         self._data_s = time.perf_counter() - self._start
 
-    def stop(self, step: int, result: StepResult, mesh: Mesh) -> None:
-        """Every rank calls, once `result` is a number: the device has done the step by then, or nearly."""
+    def stop(self, step: int, result: StepResult, mesh: Mesh, steps: range) -> None:
+        """Every rank calls, once `result` is a number: the device has done the step, one of `steps`, or nearly."""
         if mesh.device.type == "cuda":
             torch.cuda.synchronize()
         time_s = time.perf_counter() - self._start
@@ -53,7 +56,7 @@ class Meter:
         if dist.get_rank() == 0:
             unit = "tokens" if mesh.settings.sequence > 1 else "samples"  # images have no sequence
             place = "GPU" if mesh.device.type == "cuda" else "process"
-            print(_progress(record, f"{unit}/s/{place}"), flush=True)
+            show(_progress(record, f"{unit}/s/{place}"), step, range(steps.start, step + 1) if result.stop else steps)
             if self._log:
                 with self._log.open("a") as file:
                     print(json.dumps(record), file=file)
@@ -87,6 +90,23 @@ def _record(
     }
 
 
+def show(text: str, step: int, steps: range) -> None:
+    """Print a line a step; on a terminal, a bar of the steps and the line, over those of the step before."""
+    if not sys.stdout.isatty():
+        print(text, flush=True)
+        return
+    done = step - steps.start + 1
+    full = _BAR * done // len(steps)
+    line = f"{'█' * full}{'░' * (_BAR - full)} {done} of {len(steps)} · {text}"
+    width = shutil.get_terminal_size().columns - 1  # a longer line would wrap, and not be drawn over
+    print(f"\r\x1b[2K{line[:width]}", end="\n" if done == len(steps) else "", flush=True)
+
+
+def _size(size_bytes: float) -> str:
+    """71.20 GiB; MiB below one."""
+    return f"{size_bytes / 2**30:.2f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:.1f} MiB"
+
+
 def _progress(record: Record, unit: str) -> str:
     time_s, predicted = record["measured_step_s"] or 0.0, record["predicted_step_s"]
     parts = [
@@ -96,7 +116,7 @@ def _progress(record: Record, unit: str) -> str:
         f"loss scale {record['loss_scale']:,g}" if "loss_scale" in record else "",
         f"{record['tokens_per_s_per_gpu']:,.0f} {unit}",
         f"MFU {record['mfu']:.1%}" if record["mfu"] is not None else "",
-        f"{record['memory_bytes'] / 2**30:.2f} GiB" if record["memory_bytes"] is not None else "",
+        _size(record["memory_bytes"]) if record["memory_bytes"] is not None else "",
         f"{time_s:.3f} s" + (f" (predicted {predicted:.3f}, ×{time_s / predicted:.2f})" if predicted else ""),
         f"data {data_s:.3f} s" if (data_s := record["data_s"] or 0.0) > _NOTABLE * time_s else "",
     ]

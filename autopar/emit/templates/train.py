@@ -74,12 +74,13 @@ def main() -> None:
         loader = Loader(dataset, trainer.mesh, shuffle=not args.no_shuffle, seed=trainer.seed)
         if args.save:
             trainer.prepare_saves(args.save)
-        for step in range(trainer.steps, trainer.steps + args.steps):
+        steps = range(trainer.steps, trainer.steps + args.steps)
+        for step in steps:
             meter.start()
             batch = loader.batch(trainer.samples)
             meter.loaded()
             result = trainer.step(batch)
-            meter.stop(step, result, trainer.mesh)
+            meter.stop(step, result, trainer.mesh, steps)
             if args.save_every and trainer.steps % args.save_every == 0:
                 trainer.save(args.save, args.keep)
             if result.stop:
