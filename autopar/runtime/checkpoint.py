@@ -47,8 +47,8 @@ class State:
         mesh, so each goes on with its own random numbers. resume_optimizer: the optimizer is of the same class.
         """
         saved: dict[str, dict[str, TensorStorageMetadata]] = {}
-        for key, found in saved_tensors(folder).items():
-            saved.setdefault(key.rpartition(".")[0], {})[key.rpartition(".")[2]] = found
+        for key, stored in saved_tensors(folder).items():
+            saved.setdefault(key.rpartition(".")[0], {})[key.rpartition(".")[2]] = stored
         states = {
             name: _empty_states(p.detach(), saved.get(f"optimizer.{self.names.whole(name)}", {}))
             if resume_optimizer
@@ -57,10 +57,10 @@ class State:
         }
         scale = self.loss_scale.state() if self.loss_scale.enabled and "loss_scale" in saved else {}
         rng = f"rng.{dist.get_rank()}"
-        drawn = {key: _empty(found) for key, found in saved.get(rng, {}).items() if resume_streams}
+        drawn = {key: _empty(stored) for key, stored in saved.get(rng, {}).items() if resume_streams}
         read_pieces(folder, self._pieces(states) | _plain("loss_scale", scale) | _plain(rng, drawn))
-        for name, own in states.items():
-            self.optimizer.load_states(name, own)
+        for name, tensors in states.items():
+            self.optimizer.load_states(name, tensors)
         if scale:
             self.loss_scale.load(scale)
         restore_streams(drawn)
@@ -81,13 +81,13 @@ def resumed_values(folder: Path, program: Path) -> Value:
     reading its own pieces only, and the program's own for buffers that are not saved.
     Raises ValueError for what neither has.
     """
-    own, saved = read_tensors(program), saved_tensors(folder)
+    values, saved = read_tensors(program), saved_tensors(folder)
 
     def value(name: str, shape: torch.Size) -> Tensor:
         if f"model.{name}" in saved:
             return torch.zeros(()).expand(shape)
-        if name in own:
-            return own[name]
+        if name in values:
+            return values[name]
         raise ValueError(f"no values for {name!r}: neither in the checkpoint {folder} nor in {program / WEIGHTS}")
 
     return value
@@ -100,10 +100,10 @@ def _plain(group: str, tensors: Mapping[str, Tensor]) -> dict[str, list[Piece]]:
 def _empty_states(p: Tensor, saved: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:
     """A tensor to read each saved state of a parameter into: laid out as the parameter, or a counter."""
     return {
-        key: torch.zeros_like(p) if found.size or key != "step" and not p.dim() else _empty(found)
-        for key, found in saved.items()
+        key: torch.zeros_like(p) if stored.size or key != "step" and not p.dim() else _empty(stored)
+        for key, stored in saved.items()
     }
 
 
-def _empty(found: TensorStorageMetadata) -> Tensor:
-    return torch.empty(found.size, dtype=found.properties.dtype)
+def _empty(stored: TensorStorageMetadata) -> Tensor:
+    return torch.empty(stored.size, dtype=stored.properties.dtype)

@@ -140,7 +140,7 @@ def find_checkpoint(folder: Path) -> tuple[Path, Manifest] | None:
     for path in on_first(lambda: _folders(folder)):
         try:
             found = path, _checked(path)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             faults.append(str(error))
         else:
             if faults and dist.get_rank() == 0:
@@ -160,10 +160,10 @@ def _checked(folder: Path) -> Manifest:
 def _check(folder: Path, rank: int, ranks: int) -> Manifest:
     manifest = _manifest(folder)
     files: Mapping[str, list[Any]] = manifest["files"]
-    there = {path.name for path in folder.glob("*.distcp")} | {LIST} & {path.name for path in folder.iterdir()}
-    if missing := sorted(files.keys() - there):
+    present = {path.name for path in folder.glob("*.distcp")} | {LIST} & {path.name for path in folder.iterdir()}
+    if missing := sorted(files.keys() - present):
         raise ValueError(f"{folder} is not whole: {', '.join(missing)} is missing")
-    if others := sorted(there - files.keys()):
+    if others := sorted(present - files.keys()):
         raise ValueError(f"{folder} is mixed: {', '.join(others)} is not of its save by {manifest['ranks']} ranks")
     for name in sorted(files)[rank::ranks]:
         size = (folder / name).stat().st_size

@@ -90,8 +90,8 @@ def read_pieces(folder: Path, pieces: Pieces) -> None:
 
 def saved_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
     """Shape and dtype of each tensor of a checkpoint, by key."""
-    found = Reader(folder).read_metadata().state_dict_metadata
-    return {key: value for key, value in found.items() if isinstance(value, TensorStorageMetadata)}
+    stored = Reader(folder).read_metadata().state_dict_metadata
+    return {key: value for key, value in stored.items() if isinstance(value, TensorStorageMetadata)}
 
 
 class _SavePlanner(DefaultSavePlanner):
@@ -152,12 +152,12 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 def _checked(key: str, piece: Piece, saved: Mapping[str, Any]) -> TensorStorageMetadata:
-    found = saved.get(key)
-    if not isinstance(found, TensorStorageMetadata):
+    stored = saved.get(key)
+    if not isinstance(stored, TensorStorageMetadata):
         raise ValueError(f"the checkpoint has no values for {key!r}")
-    if tuple(found.size) != piece.size:
-        raise ValueError(f"{key!r} has shape {list(piece.size)}, and in the checkpoint {list(found.size)}")
-    return found
+    if tuple(stored.size) != piece.size:
+        raise ValueError(f"{key!r} has shape {list(piece.size)}, and in the checkpoint {list(stored.size)}")
+    return stored
 
 
 def _cause(error: CheckpointException) -> BaseException:

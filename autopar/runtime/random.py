@@ -29,18 +29,18 @@ def streams() -> dict[str, Tensor]:
     """Where the default generators of this process are: torch's on CPU and GPU, and Python's."""
     _, numbers, gauss = random.getstate()
     python = torch.tensor([*numbers, math.nan if gauss is None else gauss], dtype=torch.float64)
-    found = {"cpu": torch.get_rng_state(), "python": python}
-    return found | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {})
+    states = {"cpu": torch.get_rng_state(), "python": python}
+    return states | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {})
 
 
-def restore_streams(found: Mapping[str, Tensor]) -> None:
+def restore_streams(states: Mapping[str, Tensor]) -> None:
     """Go on where `streams` was called."""
-    if found:
-        torch.set_rng_state(found["cpu"])
-        *numbers, gauss = found["python"].tolist()
+    if states:
+        torch.set_rng_state(states["cpu"])
+        *numbers, gauss = states["python"].tolist()
         random.setstate((random.Random.VERSION, tuple(map(int, numbers)), None if math.isnan(gauss) else gauss))
-    if "cuda" in found and torch.cuda.is_available():
-        torch.cuda.set_rng_state(found["cuda"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
 
 
 def dropout(x: Tensor, p: float, training: bool, shards: tuple[str, ...] = ()) -> Tensor:

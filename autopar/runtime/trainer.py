@@ -21,7 +21,7 @@ from .checkpoint import State, resumed_values
 from .compiled import compile_layers
 from .copies import by_name, copied_names, with_copies
 from .data_parallel import distribute, full, local_part
-from .folders import find_checkpoint, refuse_later, write_folder
+from .folders import Manifest, find_checkpoint, refuse_later, write_folder
 from .mesh import init_mesh
 from .norm import kept_buffers, update_statistics
 from .opaque import LeftOut
@@ -76,9 +76,10 @@ class Trainer:
         self.mesh = init_mesh(settings, device)
         self._init = weights.resolve() if isinstance(weights, Path) else None
         weights = folder if weights is None or self._init == folder.resolve() else weights
-        saved, told = (self._init and find_checkpoint(self._init)) or (None, {})
-        self.steps, self.samples = told.get("step", 0), told.get("samples", 0)  # samples: consumed, by all replicas
-        self.seed: int = told.get("seed", 0) if seed is None else seed
+        saved, manifest = (self._init and find_checkpoint(self._init)) or (None, {})
+        self.steps = manifest.get("step", 0)
+        self.samples = manifest.get("samples", 0)  # consumed by all replicas
+        self.seed: int = manifest.get("seed", 0) if seed is None else seed
         self.settings, self.clip, self._stop = settings, clip, False
         self._saved = (saved.parent, self.steps) if saved else None
         seed_generators(self.seed + self.steps, self.mesh)  # not the dropout masks of the first steps again
@@ -109,11 +110,7 @@ class Trainer:
         self._count_targets = getattr(program, "count_targets", None)
         self._state = State(self.parameters, self.optimizer, self.names, self.buffers, self.loss_scale)
         if saved:
-            same = {key: told["plan"][key] == getattr(settings, key) for key in ("pp", "dp", "cp", "tp", "optimizer")}
-            if not same["optimizer"] and dist.get_rank() == 0:
-                print(f"{saved} has states of {told['plan']['optimizer']}: those of {settings.optimizer} start anew")
-            optimizer = same.pop("optimizer")
-            self._state.load(saved, all(same.values()) and self.seed == told["seed"], optimizer)
+            self._resume(saved, manifest)
 
     @property
     def model(self) -> nn.Module:
@@ -173,6 +170,15 @@ class Trainer:
         """The whole parameters and persistent buffers of this stage, by original name. Every rank calls."""
         return self._whole({**self.parameters, **self.buffers})
 
+    def _resume(self, saved: Path, manifest: Manifest) -> None:
+        """Fill all from a checkpoint; random numbers go on where each rank has the place in the mesh that it had."""
+        plan = manifest["plan"]
+        same_mesh = all(plan[axis] == getattr(self.settings, axis) for axis in ("pp", "dp", "cp", "tp"))
+        same_optimizer = plan["optimizer"] == self.settings.optimizer
+        if not same_optimizer and dist.get_rank() == 0:
+            print(f"{saved} has states of {plan['optimizer']}: {self.settings.optimizer}'s start anew", flush=True)
+        self._state.load(saved, same_mesh and self.seed == manifest["seed"], same_optimizer)
+
     def prepare_saves(self, folder: Path) -> None:
         """Have SIGTERM end the run after a step. Raises ValueError where DIR has checkpoints of another run."""
         folder.mkdir(parents=True, exist_ok=True)  # now, if it cannot be made
@@ -190,8 +196,8 @@ class Trainer:
         trained = [(self.names.whole(n), local_part(p.detach())) for n, p in self.parameters.items() if p.requires_grad]
         if bad := not_finite(trained):
             raise FloatingPointError(f"after {self.steps} steps {bad[0]} is not finite: nothing was saved to {folder}")
-        told = {"step": self.steps, "samples": self.samples, "seed": self.seed, "plan": asdict(self.settings)}
-        write_folder(folder, told, self._state.save, keep)
+        manifest = {"step": self.steps, "samples": self.samples, "seed": self.seed, "plan": asdict(self.settings)}
+        write_folder(folder, manifest, self._state.save, keep)
         self._saved = folder.resolve(), self.steps
 
     def _whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
