@@ -110,6 +110,8 @@ def _same_value(node: fx.Node) -> fx.Node | None:
         return source
     if same_type and target in (aten.slice.Tensor, aten.squeeze.dim):
         return source
+    if target is aten.detach.default and not info(source).requires_grad:
+        return source
     if target is aten.dropout.default and (rest[0] == 0.0 or rest[1] is False):
         return source
     neutral: dict[Any, float] = {aten.mul.Tensor: 1.0, aten.add.Tensor: 0.0, aten.div.Tensor: 1.0}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..ir.graph import B, NodeInfo, S, info, node_inputs
+from ..ir.graph import B, NodeInfo, S, TensorInfo, info, node_inputs
 from ..ir.ops import is_collective
 from .comments import comment_of, parallel
 from .expressions import expression
@@ -31,8 +31,9 @@ _RETURNED = 1 << 30  # the position after the last line
 class Body:
     """Lines of Python for the ops `ops`, after which `results` are returned.
 
-    parameter: the expression of a parameter or buffer placeholder. arguments: what each value that comes in
-    is called; without any, `b`, `s` and `device` are arguments. breaks: ops after whose line comes a blank one.
+    parameter: the expression of a parameter or buffer placeholder. arguments: what each value that comes in is called;
+    sizes that none of them tells are arguments, and without any `device` is. breaks: ops after whose line comes a blank
+    one.
     called: what the values of some lines are called, whatever makes them.
     After `write`, `result_names` are the names returned and `imports` what the lines use of the runtime.
     """
@@ -55,8 +56,7 @@ class Body:
         self.folded = Folding(self.ops, self.results, self.roles)
         self.ops = in_reading_order(self.ops, self.folded, self.roles)
         self.order = self.folded.order = {node: i for i, node in enumerate(self.ops)}
-        if self.arguments:
-            self._sizes()
+        self._sizes()
         for node in self.ops:
             if node not in self.folded:
                 self._statement(node)
@@ -88,12 +88,12 @@ class Body:
         return max((self.folded.line_of(user) for user in node.users if user in self.order), default=-1)
 
     def _sizes(self) -> None:
-        """`b` and `s`, where shapes need them, from the first value that has both."""
-        used = sizes_in(self.ops)
+        """`b` and `s`, where shapes need them, from the first value that has both, unless they are arguments."""
+        used = sizes_in(self.ops) - set(untold_sizes(self.ops, self.arguments))
         if not used:
             return
-        sources = [n for n in self.names if _dims_of(info(n))]
-        source = next((n for n in sources if used <= set(_dims_of(info(n)))), None)
+        sources = [n for n in self.names if dims_of(info(n))]
+        source = next((n for n in sources if used <= set(dims_of(info(n)))), None)
         plain = source is not None and not info(source).placement.is_shard and info(source).shape[:2] == (B, S)
         if source is not None and plain and used == {B, S}:
             rest = ", _" * (len(info(source).shape) - 2)
@@ -105,10 +105,9 @@ class Body:
         self.written.append(Line(f"{', '.join(map(str, wanted))} = {', '.join(texts)}", comment=note))
 
     def _size(self, symbol: Any, source: fx.Node | None, sources: Sequence[fx.Node]) -> tuple[str, str]:
-        source = source or next((n for n in sources if symbol in _dims_of(info(n))), None)
-        assert source is not None, f"nothing tells the size {symbol}"
+        source = source or next(n for n in sources if symbol in dims_of(info(n)))
         facts, name = info(source), self.names[source]
-        dim, times = _dims_of(facts)[symbol]
+        dim, times = dims_of(facts)[symbol]
         if facts.placement.is_shard and facts.placement.dim == dim:
             times /= self.tp
         if times < 1:
@@ -226,13 +225,19 @@ def sizes_in(ops: Sequence[fx.Node]) -> set[Any]:
     return _symbols(given) & {B, S}
 
 
+def untold_sizes(ops: Sequence[fx.Node], arguments: Collection[fx.Node]) -> list[Any]:
+    """Which of `b` and `s` the ops need and no argument tells: they are arguments themselves."""
+    told = {symbol for node in arguments for symbol in dims_of(info(node))}
+    return [size for size in (B, S) if size in sizes_in(ops) - told]
+
+
 def _symbols(argument: Any) -> set[Any]:
     if isinstance(argument, list | tuple):
         return set().union(*(_symbols(a) for a in argument)) if argument else set()
     return set(getattr(argument, "free_symbols", ()))
 
 
-def _dims_of(facts: NodeInfo) -> dict[Any, tuple[int, Any]]:
+def dims_of(facts: NodeInfo | TensorInfo) -> dict[Any, tuple[int, Any]]:
     """Of `b` and `s`, each that a size is a multiple of: (the dim, how many times); the plainest first."""
     found = [
         (size.as_coeff_Mul()[0], symbol, i)

@@ -10,7 +10,7 @@ from torch import fx
 from ..ir.graph import EPILOGUE, PROLOGUE, Block, Call, Program, Role, info
 from ..placement import Kind
 from ..plan import Plan
-from .body import Body
+from .body import Body, untold_sizes
 from .call_names import block_arguments, value_names
 from .comments import placement_text
 from .idioms import Idioms
@@ -65,6 +65,11 @@ class Emission:
     def arguments(self, block: Block) -> dict[fx.Node, str]:
         """What a block's values and inputs are called in it."""
         return block_arguments(self.program, block, self.names)
+
+    def parameters(self, block: Block) -> list[str]:
+        """The arguments of a block's method: values, inputs, sizes that none of these tells; a device without any."""
+        names = self.arguments(block)
+        return [*names.values(), *map(str, untold_sizes(block.ops, names)), *([] if names else ["device"])]
 
     def tied(self) -> dict[str, str]:
         """Aliases that the loss reads, with the name that keeps the values (which it need not read itself)."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ..errors import PlanError
-from ..ir.graph import EPILOGUE, PROLOGUE, TABLES, B, Call, Role, S, info
+from ..ir.graph import EPILOGUE, PROLOGUE, TABLES, Call, Role, info
 from ..recompute import Again, by_layer
-from .body import sizes_in
+from .body import dims_of, untold_sizes
 from .emission import Emission
 from .groups import group_of_layer, method_name
 from .layer_runs import Run, layers_text, number_text, parent, path_text, runs
@@ -21,7 +22,7 @@ def forward(e: Emission) -> list[str]:
     inputs = ", ".join(e.program.inputs)
     received = "" if _alone(e) else loop_name("received", e.program)
     lines = [f"    def forward(self, *{received}, {inputs}):"]
-    body = [*(_make_tables(e) if TABLES in blocks else []), *_first_values(e), *_layers(e)]
+    body = [*_tables(e), *_first_values(e), *_layers(e)]
     if EPILOGUE in blocks:
         last = f"return self._epilogue({arguments(e, e.program.call_of(EPILOGUE))})"
         body += [last] if _alone(e) else ["if self._last:", f"    {last}"]
@@ -35,34 +36,33 @@ def _alone(e: Emission) -> bool:
 
 
 def arguments(e: Emission, call: Call) -> str:
-    """The values and inputs that a call reads, as source."""
-    values = [e.names[v] for v in call.inputs]
-    inputs = [info(n).ref for n in e.program.blocks[call.block].placeholders(Role.INPUT)]
-    return ", ".join([*values, *inputs])
+    """The values and inputs that a call reads, and what it cannot tell from them, as source."""
+    return ", ".join(_read(e, call, lambda symbol: _size(e, symbol), f"{next(iter(e.program.inputs))}.device"))
+
+
+def _read(e: Emission, call: Call, size: Callable[[Any], str], device: str) -> list[str]:
+    block = e.program.blocks[call.block]
+    read = [e.names[v] for v in call.inputs] + [info(n).ref for n in block.placeholders(Role.INPUT)]
+    return [*read, *map(size, untold_sizes(block.ops, e.arguments(block))), *([] if read else [device])]
+
+
+def _size(e: Emission, symbol: Any) -> str:
+    """`b` or `s` by an input of the model, which has the whole sequence."""
+    found = ((name, dims_of(facts)) for name, facts in e.program.inputs.items())
+    name, (dim, times) = next((name, dims[symbol]) for name, dims in found if symbol in dims)
+    return f"{name}.shape[{dim}]{f' // {times}' if times > 1 else ''}"
 
 
 def _given(e: Emission, call: Call) -> str:
     return ", ".join(e.names[v] for v in call.outputs)
 
 
-def _make_tables(e: Emission) -> list[str]:
-    """The call of `_tables`, which takes the sizes of the batch where it reads no input."""
-    given = _given(e, e.program.call_of(TABLES))
-    if inputs := e.program.blocks[TABLES].placeholders(Role.INPUT):
-        return [f"{given} = self._tables({', '.join(info(n).ref for n in inputs)})"]
-    used = table_sizes(e)
-    whole = {B: B, S: e.plan.mesh.cp * S}  # inputs have the whole sequence
-    wanted = {whole[size] for size in used}
-    name, tensor = max(e.program.inputs.items(), key=lambda item: len(wanted & {*item[1].shape}))
-    parts = f" // {e.plan.mesh.cp}" * (e.plan.mesh.cp > 1)
-    sizes = [f"{name}.shape[{tensor.shape.index(whole[size])}]{parts * (size == S)}" for size in used]
-    return [f"{given} = self._tables({', '.join([*sizes, f'{name}.device'])})"]
-
-
-def table_sizes(e: Emission) -> list[Any]:
-    """The sizes that tables without an input are made of, in the order of their arguments."""
-    used = sizes_in(e.program.blocks[TABLES].ops)
-    return [size for size in (B, S) if size in used]
+def _tables(e: Emission) -> list[str]:
+    """What every stage makes."""
+    if TABLES not in e.program.blocks:
+        return []
+    call = e.program.call_of(TABLES)
+    return [f"{_given(e, call)} = self._tables({arguments(e, call)})"]
 
 
 def _first_values(e: Emission) -> list[str]:
@@ -137,7 +137,7 @@ def group_methods(e: Emission) -> list[list[str]]:
         if run.places != again.layers:
             raise PlanError(f"recompute: layers {again.start} to {again.stop - 1} are no groups: use 'layer' for them")
         call, index = e.program.layer_calls[run.start], loop_name("i", e.program)
-        given, read = _given(e, call), arguments(e, call)
+        given, read = _given(e, call), ", ".join(_read(e, call, str, "device"))
         methods.append([
             f"    def {method_name(e.program, again)}(self, start, {read}):",
             f'        """{again.group} layers, which backward computes again together."""',

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import fx
 
+from ..errors import PlanError
 from ..ir.graph import Block, Call, Role, info
 from ..recompute import by_layer
 from . import again, recomputed
+from .body import untold_sizes
 from .emission import Emission
 from .names import class_name, value_name
 from .placement_table import placement_table
@@ -36,7 +38,7 @@ def layer_class(e: Emission, block: Block) -> str:
     ]
     whole = again.is_whole(e.program, block.name)
     if whole:
-        lines += again.forward(e.program, ", ".join(names.values()))
+        lines += again.forward(e.program, ", ".join(e.parameters(block)))
     lines += _methods(e, block, names, "_layer" if whole else "forward")
     if flagged and again.by_name(e.program):
         lines += ["", *again.method()]
@@ -49,15 +51,16 @@ def _methods(e: Emission, block: Block, names: Mapping[fx.Node, str], name: str)
         return _recomputed_methods(e, block, names, name, own)
     parts = regions(block, e.roles(block))
     body = e.body(block, names, breaks={part.ops[-1] for part in parts[:-1]})
-    if len(parts) == 1 or len([line for line in body.lines if line]) <= _LONG:
-        return _method(name, names, e.shapes(names), body.returned())
+    short = len([line for line in body.lines if line]) <= _LONG
+    if len(parts) == 1 or short or any(untold_sizes(part.ops, part.reads()) for part in parts):
+        return _method(name, e.parameters(block), e.shapes(names), body.returned())
     calls: list[str] = []
     methods: list[str] = []
     known = dict(names)
     for place, part in enumerate(parts):
         given, results = _given(part, known), part.results(block)
         inside = e.body(block, given, part.ops, results)
-        methods += ["", *_method(part.name, given, e.shapes(given), inside.returned())]
+        methods += ["", *_method(part.name, given.values(), e.shapes(given), inside.returned())]
         live = {node for later in parts[place + 1 :] for node in later.reads()} | set(block.results)
         taken = {name for node, name in known.items() if node in live}
         for node, base in zip(results, inside.result_names, strict=True):
@@ -70,7 +73,7 @@ def _methods(e: Emission, block: Block, names: Mapping[fx.Node, str], name: str)
         calls[-1] = f"return {calls[-1].removeprefix(f'{returned} = ')}"
     else:
         calls.append(f"return {returned}")
-    return [*_method(name, names, e.shapes(names), calls), *methods]
+    return [*_method(name, e.parameters(block), e.shapes(names), calls), *methods]
 
 
 def _recomputed_methods(
@@ -83,7 +86,7 @@ def _recomputed_methods(
     after = [folded.nodes[n] for n in block.ops if n.name in ends and n in folded.nodes]
     inside = {folded.nodes[n]: text for n, text in names.items()}
     body = e.body(folded.folded, inside, breaks=after, roles=folded.roles(roles))
-    lines = _method(name, names, e.shapes(names), body.returned())
+    lines = _method(name, e.parameters(block), e.shapes(names), body.returned())
     known = {n.name: text for n, text in body.names.items()}
     for part in tops:
         lines += ["", *_region_method(e, block, part, own, known)]
@@ -97,7 +100,11 @@ def _region_method(e: Emission, block: Block, part: Part, own: Sequence[Part], k
     ops = [node for node in folded.folded.ops if node in {folded.nodes[n] for n in part.ops if n in folded.nodes}]
     given = {folded.nodes[n]: known[n.name] for n in part.reads}
     body = e.body(folded.folded, given, ops, [folded.nodes[part.result]], roles=folded.roles(roles))
-    lines = _method(part.method, given, e.shapes(given), body.returned())
+    if untold_sizes(ops, given):
+        raise PlanError(
+            f"recompute: {part.method} of {block.name} cannot be made from what it reads: use 'layer' for it"
+        )
+    lines = _method(part.method, given.values(), e.shapes(given), body.returned())
     names = {n.name: text for n, text in body.names.items()}
     for other in inner:
         lines += ["", *_region_method(e, block, other, own, names)]
@@ -111,9 +118,11 @@ def _given(part: Region, known: Mapping[fx.Node, str]) -> dict[fx.Node, str]:
     return dict(sorted(made.items(), key=lambda item: item[1] != "x"))
 
 
-def _method(name: str, names: Mapping[fx.Node, str], shapes: str, body: Sequence[str]) -> list[str]:
-    arguments = ", ".join(["self", *names.values()])
-    return [f"    def {name}({arguments}):{shapes}", *(f"        {line}".rstrip() for line in body)]
+def _method(name: str, arguments: Iterable[str], shapes: str, body: Sequence[str]) -> list[str]:
+    return [
+        f"    def {name}({', '.join(['self', *arguments])}):{shapes}",
+        *(f"        {line}".rstrip() for line in body),
+    ]
 
 
 def _docstring(e: Emission, block: Block, names: Mapping[fx.Node, str]) -> list[str]:

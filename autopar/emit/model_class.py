@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ..ir.graph import EPILOGUE, PROLOGUE, TABLES, Block, Role, info, is_count
 from . import again
 from .emission import Emission, tuple_text
-from .forward import forward, group_methods, table_sizes
+from .forward import forward, group_methods
 from .layer_runs import Run, layers_text, offset, parent, path_text, runs
 from .names import class_name
 from .placement_table import placement_table
@@ -126,9 +126,8 @@ def _new_layers(e: Emission, run: Run) -> list[str]:
 def _method(e: Emission, block: Block) -> list[str]:
     names = e.arguments(block)
     body = e.body(block, names)
-    arguments = ", ".join(names.values() or [*map(str, table_sizes(e)), "device"])
     return [
-        f"    def _{block.name}(self, {arguments}):{e.shapes(names)}",
+        f"    def _{block.name}(self, {', '.join(e.parameters(block))}):{e.shapes(names)}",
         *(f"        {line}" for line in docstring(_purpose(e, block))),
         *(f"        {line}".rstrip() for line in body.returned()),
     ]

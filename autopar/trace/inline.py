@@ -13,7 +13,7 @@ from torch import fx
 from ..errors import TraceError
 from ..ir.build import is_continuous
 from ..ir.graph import arguments, op_name
-from .source import excerpt, place
+from .source import excerpt, module_path, place
 
 aten = torch.ops.aten
 _GRADIENTS, _AUTOCAST = "wrap_with_set_grad_enabled", "wrap_with_autocast"
@@ -22,8 +22,9 @@ _GRADIENTS, _AUTOCAST = "wrap_with_set_grad_enabled", "wrap_with_autocast"
 def inline_regions(module: fx.GraphModule) -> None:
     """Replace each region by its ops, in place.
 
-    What enters a region without gradients is detached there. A region with autocast switched off is its ops: no
-    autocast is on around it (`trace` refuses that). Raises TraceError for autocast switched on.
+    What enters a region without gradients is detached where it is read, so that layers stay layers. A region with
+    autocast switched off is its ops: no autocast is on around it (`trace` refuses that). Raises TraceError for autocast
+    switched on.
     """
     for node in list(module.graph.nodes):
         if node.op != "call_function" or op_name(node) not in (_GRADIENTS, _AUTOCAST):
@@ -54,15 +55,14 @@ def _first(module: fx.GraphModule, region: fx.Node) -> fx.Node:
 
 def _inline(node: fx.Node, region: fx.Graph, operands: list[Any], detached: bool) -> None:
     graph = node.graph
-    mapping: dict[fx.Node, Any] = {}
     inner = [n for n in region.nodes if n.op == "placeholder"]
     entered = dict(zip(inner, operands, strict=True))
+    mapping: dict[Any, Any] = dict(entered)
     with graph.inserting_before(node):
-        for placeholder, operand in entered.items():
-            mapping[placeholder] = _detach(graph, placeholder, operand) if detached else operand
         for n in region.nodes:
             if n.op == "call_function":
-                mapping[n] = graph.node_copy(n, lambda m: mapping[m])
+                read = _detached(graph, entered, mapping, n) if detached else mapping
+                mapping[n] = graph.node_copy(n, read.__getitem__)
     output = next(n for n in region.nodes if n.op == "output")
     # What only passes through a region keeps its gradient.
     results = [entered[r] if r in entered else mapping[r] for r in arguments(output)[0]]
@@ -72,11 +72,20 @@ def _inline(node: fx.Node, region: fx.Graph, operands: list[Any], detached: bool
     graph.erase_node(node)
 
 
-def _detach(graph: fx.Graph, placeholder: fx.Node, operand: fx.Node) -> fx.Node:
+def _detached(graph: fx.Graph, entered: dict[fx.Node, Any], mapping: dict[Any, Any], reader: fx.Node) -> dict[Any, Any]:
+    """What `reader` reads: what entered the region detached, once in each module, where it is read."""
+    module, read = module_path(reader), {}
+    for n in reader.all_input_nodes:
+        if n in entered and (n, module) not in mapping:
+            mapping[n, module] = _detach(graph, entered[n], reader)
+        read[n] = mapping[(n, module) if n in entered else n]
+    return read
+
+
+def _detach(graph: fx.Graph, operand: Any, reader: fx.Node) -> Any:
     value = operand.meta.get("val")
     if not isinstance(value, torch.Tensor) or not is_continuous(value.dtype):
         return operand
     new = graph.call_function(aten.detach.default, (operand,))
-    reader = next(iter(placeholder.users), None)
-    new.meta = {**(reader.meta if reader is not None and reader.op == "call_function" else {}), "val": value}
+    new.meta = {**reader.meta, "val": value}
     return new

@@ -28,10 +28,12 @@ from ..ir.graph import (
     Program,
     Role,
     info,
+    node_inputs,
     op_name,
     set_info,
 )
 from ..ir.identifiers import identifier
+from ..rules import has_rule, rule_of
 from .lists import LayerLists, layer_lists
 from .repeats import complete, is_stand_in, same_given, stand_in_call
 from .segments import Segment, segments
@@ -157,9 +159,25 @@ def _extract(segment: Segment, path: str, name: str, block: Block) -> tuple[Bloc
         new = graph.create_node(node.op, node.target, args, kwargs, name=_node_name(node, facts.module))
         mapping[node] = set_info(new, facts)
     results = [n for n in segment.nodes if any(u not in own for u in n.users)]
-    graph.output(tuple(mapping[n] for n in results))
+    graph.output(tuple(_outliving(mapping[n]) for n in results))
     is_loss = any(u.op == "output" for n in results for u in n.users)
     return Block(name, graph), tuple(inputs), () if is_loss else tuple(n.name for n in results)
+
+
+def _outliving(result: fx.Node) -> fx.Node:
+    """What leaves a block: of a view of a parameter a copy, for ZeRO-3 frees whole parameters after their block."""
+    base = result
+    while base.op == "call_function" and _is_view(base):
+        base = node_inputs(base)[0]
+    if info(base).role is not Role.PARAMETER:
+        return result
+    with result.graph.inserting_after(result):
+        return set_info(result.graph.call_function(aten.clone.default, (result,)), info(result))
+
+
+def _is_view(node: fx.Node) -> bool:
+    kind = rule_of(node).kind if has_rule(node) else ""
+    return bool(node_inputs(node)) and (kind == "view" or node.target is aten.detach.default)
 
 
 def _placeholder_name(node: fx.Node, facts: NodeInfo) -> str:
