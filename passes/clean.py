@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import sympy
 import torch
 from torch import fx
 
@@ -72,7 +73,7 @@ def _canonical(node: fx.Node) -> None:
         node.target, node.args, node.kwargs = aten.to.dtype, (node.args[0], facts.dtype), {}
     elif node.target in _RESHAPES:
         node.target, node.args, node.kwargs = aten.reshape.default, (node.args[0], list(facts.shape)), {}
-    elif node.target in _EXPANSIONS or (node.target in _REPEATS and _repeats_ones(node)):
+    elif node.target in _EXPANSIONS:
         node.target, node.args, node.kwargs = aten.expand.default, (node.args[0], list(facts.shape)), {}
     elif node.target in _NEW:  # of the operand they take the dtype alone: its batch is nothing to them
         fill = arguments(node)[2:] if node.target is aten.new_full.default else ()
@@ -83,12 +84,25 @@ def _canonical(node: fx.Node) -> None:
     elif node.target in _PERMUTATIONS:
         order = _order(node)
         node.target, node.args, node.kwargs = aten.permute.default, (node.args[0], order), {}
+    elif node.target in _REPEATS:
+        _expand_repeats(node)
 
 
-def _repeats_ones(node: fx.Node) -> bool:
-    """Whether only dims of size 1, or new ones, are repeated: then it is an expansion."""
-    source, target = info(arguments(node)[0]).shape, info(node).shape
-    return all(n in (1, m) for n, m in zip(source[::-1], target[::-1], strict=False))
+def _expand_repeats(node: fx.Node) -> None:
+    """repeat(x [h, t], [b, 1]) → reshape(expand(reshape(x, [1, h, t]), [b, h, t]), [b·h, t]): it belongs to samples."""
+    facts, source, one = info(node), arguments(node)[0], sympy.Integer(1)
+    own = (*(one,) * (len(facts.shape) - len(info(source).shape)), *info(source).shape)
+    single: list[sympy.Expr] = []
+    grown: list[sympy.Expr] = []
+    for size, whole in zip(own, facts.shape, strict=True):
+        times = sympy.cancel(whole / size)
+        apart = 1 not in (times, size)
+        single += [one, size] if apart else [size]
+        grown += [times, size] if apart else [whole]
+    with node.graph.inserting_before(node):
+        source = call(node.graph, aten.reshape.default, (source, single), facts, tuple(single))
+        source = call(node.graph, aten.expand.default, (source, grown), facts, tuple(grown))
+    node.target, node.args, node.kwargs = aten.reshape.default, (source, list(facts.shape)), {}
 
 
 def _order(node: fx.Node) -> list[int]:

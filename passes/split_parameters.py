@@ -44,6 +44,8 @@ def _slices(node: fx.Node) -> list[fx.Node]:
     if len(readers) < 2 or any(r.target is not aten.slice.Tensor or len(r.args) != 4 for r in readers):
         return []
     shape = info(node).shape
+    if any(not size.is_Integer for r in readers for size in info(r).shape):  # the rows of a sequence of any length
+        return []
     if len({int(arguments(r)[1]) % len(shape) for r in readers}) != 1:
         return []
     dim, end = int(arguments(readers[0])[1]) % len(shape), 0

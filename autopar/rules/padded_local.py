@@ -55,7 +55,7 @@ _LOCAL = {
     aten.var.correction, aten.var.dim, aten.amax.default, aten.amin.default, aten.any.dim, aten.all.dim,
     aten.logsumexp.default, aten.softmax.int, aten.log_softmax.int, aten.prelu.default, aten.embedding.default,
     aten.index.Tensor, aten.index_select.default, aten.one_hot.default, aten.scatter.src, aten.scatter.value,
-    aten.scatter_add.default, aten.stack.default, aten.repeat.default, aten.repeat_interleave.self_int,
+    aten.scatter_add.default, aten.stack.default, aten.repeat_interleave.self_int,
     aten.flip.default, aten.roll.default, aten.select_scatter.default, aten.slice_scatter.default,
     aten.conv1d.default, aten.conv1d.padding, aten.conv2d.default, aten.conv2d.padding,
 }  # fmt: skip

@@ -185,16 +185,6 @@ def _stack(node: fx.Node) -> Rule:
     return Rule(tuple(tuple(dims) for _ in operands), tuple(output), linear=(together,), kind="memory")
 
 
-def _repeat(node: fx.Node) -> Rule:
-    """Dims that are repeated stay whole."""
-    inputs, target = _dims(_rank(node)), info(node).shape
-    output: list[str | None] = [*([None] * (len(target) - len(inputs))), *inputs]
-    offset = len(target) - len(inputs)
-    source = info(node_inputs(node)[0]).shape
-    grown = {f for i, f in enumerate(inputs) if source[i] != target[offset + i]}
-    return Rule((tuple(inputs),), tuple(output), whole=frozenset(f for f in grown if f), linear=_LINEAR)
-
-
 def _repeat_interleave(node: fx.Node) -> Rule:
     """Each element n times in a row: a shard of the operand gives a shard of the result."""
     dim = option(node, "dim")
@@ -230,7 +220,6 @@ RULES: dict[object, RuleMaker] = {
     aten.squeeze.default: _reshape,
     aten.squeeze.dims: _reshape,
     aten.stack.default: _stack,
-    aten.repeat.default: _repeat,
     aten.repeat_interleave.self_int: _repeat_interleave,
     aten.flip.default: _reordered,
     aten.roll.default: _reordered,

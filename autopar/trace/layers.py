@@ -28,6 +28,7 @@ from ..ir.graph import (
     Program,
     Role,
     info,
+    is_count,
     node_inputs,
     op_name,
     set_info,
@@ -103,14 +104,14 @@ def _list_of(path: str) -> str:
 
 
 def _lift_shared(block: Block, lists: LayerLists) -> Block:
-    """A parameter or buffer that layers read but do not own becomes a value, made before the first layer."""
+    """A parameter or buffer that layers read but do not own becomes a value, made before the first layer.
+
+    Layers read also what the model's ops among theirs read.
+    """
     block = block.copy()
-    first = block.ops[0]
-    for node in block.placeholders(Role.PARAMETER, Role.BUFFER):
-        ref = info(node).ref
-        paths = {user: lists.layer(info(user).module) for user in node.users}
-        readers = [user for user, path in paths.items() if path and not ref.startswith(f"{path}.")]
-        if readers:
+    while foreign := _foreign(segments(block, lists)):
+        first = block.ops[0]
+        for node, readers in foreign.items():
             with block.graph.inserting_before(first):
                 # A copy of a parameter: what a stage sends on must outlive ZeRO-3's whole parameters.
                 copy = aten.clone.default if info(node).role is Role.PARAMETER else aten.alias.default
@@ -119,6 +120,18 @@ def _lift_shared(block: Block, lists: LayerLists) -> Block:
             for reader in readers:
                 reader.replace_input_with(node, value)
     return block
+
+
+def _foreign(runs: list[Segment]) -> dict[fx.Node, list[fx.Node]]:
+    """Each parameter or buffer that layers read but do not own, with its readers in them."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for segment in runs:
+        for reader in segment.nodes if segment.is_layer else ():
+            for node in reader.all_input_nodes:
+                of_model = info(node).role in (Role.PARAMETER, Role.BUFFER) and not is_count(info(node))
+                if of_model and not info(node).ref.startswith(f"{segment.path}."):
+                    found.setdefault(node, []).append(reader)
+    return found
 
 
 def _first_path(path: str, block: Block, tied: dict[str, str], lists: LayerLists) -> str:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-IDS = torch.zeros(2, 8, dtype=torch.long)
+from .case import Case, ids
 
 
 class FixedTable(nn.Module):
@@ -60,5 +60,10 @@ class FixedBias(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
-INPUTS = {"ids": IDS, "labels": IDS}
-CLASS_INPUTS = {"ids": IDS, "label": torch.zeros(2, dtype=torch.long)}
+INPUTS = {"ids": ids(), "labels": ids()}
+CLASS_INPUTS = {"ids": ids(), "label": torch.zeros(2, dtype=torch.long)}
+CASES = (
+    Case("fixed table", FixedTable, INPUTS),
+    Case("class token", ClassToken, CLASS_INPUTS),
+    Case("fixed bias", FixedBias, INPUTS),
+)

@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
-from . import checks, in_batch, kept_whole, named_loss, no_layers, operators, scores, shifted_loss
+from . import (
+    checks,
+    fixed_length,
+    frozen_parts,
+    in_batch,
+    kept_whole,
+    learned_queries,
+    named_loss,
+    no_layers,
+    operators,
+    repeated_bias,
+    scores,
+    shared_layers,
+    shifted_loss,
+    sliced_table,
+)
 from .case import Case
 
 CASES: tuple[Case, ...] = (
@@ -14,4 +29,10 @@ CASES: tuple[Case, ...] = (
     *kept_whole.CASES,
     *operators.CASES,
     *shifted_loss.CASES,
+    *fixed_length.CASES,
+    *frozen_parts.CASES,
+    *learned_queries.CASES,
+    *shared_layers.CASES,
+    *sliced_table.CASES,
+    *repeated_bias.CASES,
 )

@@ -137,7 +137,6 @@ CASES: dict[object, list[Case]] = {
     aten.squeeze.default: _cases((f(4, 1, 6),), (f(1, 12),)),
     aten.squeeze.dims: _cases((f(1, 4, 1, 6), [0, 2])),
     aten.stack.default: _cases(([f(12, 4), f(12, 4)], 1), ([f(4, 12), c(4, 12)],), ([f(12), f(12), f(12)], -1)),
-    aten.repeat.default: _cases((f(12, 4), [1, 3]), (f(12, 4), [2, 1, 1]), (f(4, 1), [1, 6])),
     aten.repeat_interleave.self_int: _cases((f(12, 4), 3, 0), (f(4, 12, 5), 2, 1), (f(12, 5), 2, 1), (f(4, 6), 2)),
     aten.flip.default: _cases((f(12, 4), [1]), (f(12, 4, 6), [0, -1])),
     aten.roll.default: _cases((f(12, 4), [1], [1]), (f(12, 4), [2])),
