@@ -89,8 +89,9 @@ def _split(projection: _Projection) -> None:
 
 
 def _is_slice(node: fx.Node, dim: int) -> bool:
-    own_step, rows = len(node.args) > 4, info(node).shape[-1]  # rows of a sequence of any length are no part
-    if node.target is not aten.slice.Tensor or own_step or not rows.is_Integer:
+    if node.target is not aten.slice.Tensor or len(node.args) > 4:  # a step of its own
+        return False
+    if not info(node).shape[-1].is_Integer:  # as long as the sequence: no part
         return False
     return int(arguments(node)[1]) % (dim + 1) == dim
 
