@@ -91,5 +91,5 @@ def test_verifies(name: str) -> None:
     ("name", "plan"), [(case.name, plan) for case in CASES for plan in ALL if plan not in case.plans]
 )
 def test_others_are_refused(name: str, plan: str) -> None:
-    with pytest.raises(PlanError, match="the model has no list of layers|couples samples"):
+    with pytest.raises(PlanError, match=r"the model has no list of layers|couples samples|pp=2 \(1 layer\)"):
         with_pins(planned(name)[0], **PLANS[plan])
