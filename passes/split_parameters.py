@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
+from autopar.errors import PlanError
 from autopar.ir.build import eliminate_dead, replace_node
 from autopar.ir.graph import MODEL, Fused, Program, Role, TensorInfo, arguments, info, set_info
 from autopar.plan import Plan
@@ -66,6 +67,10 @@ def _split(program: Program, node: fx.Node, slices: list[fx.Node]) -> Program:
     dim = int(arguments(slices[0])[1]) % len(facts.shape)
     owner, _, leaf = facts.ref.rpartition(".")
     names = tuple(f"{owner}._{leaf}_{i}" if owner else f"_{leaf}_{i}" for i in range(len(slices)))
+    if taken := sorted({*names} & {*program.parameters, *program.buffers}):
+        raise PlanError(
+            f"{facts.ref} is read in parts, one to be called {taken[0]}, as another is: rename it"
+        )
     parameters = dict(program.parameters)
     original = parameters.pop(facts.ref)
     for name, part in zip(names, slices, strict=True):

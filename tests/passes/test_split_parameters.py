@@ -2,9 +2,10 @@
 
 import pytest
 
+from autopar.errors import PlanError
 from autopar.ir.graph import Fused
 from autopar.passes.split_parameters import SplitParameters
-from tests.passes.programs import assert_becomes
+from tests.passes.programs import assert_becomes, read
 
 
 def test_gate_and_up_become_parameters_of_their_own() -> None:
@@ -28,6 +29,23 @@ def test_gate_and_up_become_parameters_of_their_own() -> None:
     )
     assert after.fused == {"experts.gate_up": Fused(("experts._gate_up_0", "experts._gate_up_1"), 1)}
     assert set(after.parameters) == {"experts._gate_up_0", "experts._gate_up_1"}
+
+
+def test_a_part_that_has_the_name_of_another_parameter_is_refused() -> None:
+    with pytest.raises(PlanError, match="w is read in parts, one to be called _w_1, as another is"):
+        SplitParameters().apply(
+            read("""
+            block model:
+              w: [6, 8] = parameter w
+              other: [6, 8] = parameter _w_1
+              a: [3, 8] = slice(w, 0, 0, 3)
+              b: [3, 8] = slice(w, 0, 3, 6)
+              c: [3, 8] = mul(a, b)
+              y: [9, 8] = cat([c, other])
+              return y
+            """),
+            None,
+        )
 
 
 @pytest.mark.parametrize(
