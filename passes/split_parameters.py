@@ -68,9 +68,7 @@ def _split(program: Program, node: fx.Node, slices: list[fx.Node]) -> Program:
     owner, _, leaf = facts.ref.rpartition(".")
     names = tuple(f"{owner}._{leaf}_{i}" if owner else f"_{leaf}_{i}" for i in range(len(slices)))
     if taken := sorted({*names} & {*program.parameters, *program.buffers}):
-        raise PlanError(
-            f"{facts.ref} is read in parts, one to be called {taken[0]}, as another is: rename it"
-        )
+        raise PlanError(f"{facts.ref} is read in parts, one to be called {taken[0]}, as another is: rename it")
     parameters = dict(program.parameters)
     original = parameters.pop(facts.ref)
     for name, part in zip(names, slices, strict=True):

@@ -34,8 +34,10 @@ class Predicted:
 
 @dataclass
 class Emission:
-    """One emission of model.py. `names`: value that passes between calls → its Python name. opaque: what is packed of
-    modules that are kept whole."""
+    """One emission of model.py. `names`: value that passes between calls → its Python name.
+
+    opaque: the file of the modules that are kept whole, whose hash the program has.
+    """
 
     program: Program
     plan: Plan
@@ -110,9 +112,8 @@ class Emission:
         if facts.role is Role.BUFFER and self.is_statistic(node):
             path, _, name = facts.ref.rpartition(".")
             self.imports.add("norm.statistics")
-            return (
-                f"statistics(self, {quoted(path)}, {facts.shape[0]}, {facts.dtype})" if name == "running_mean" else ""
-            )
+            declared = f"statistics(self, {quoted(path)}, {facts.shape[0]}, {facts.dtype})"
+            return declared if name == "running_mean" else ""
         if facts.role is Role.BUFFER:
             self.imports.add("parameters.buffer")
             kept = ", persistent=True" * self._is_among(node, self.program.persistent)
