@@ -21,10 +21,10 @@ _Edits = dict[Position, bool]  # where a test is → what it is taken to be
 
 
 class Checks:
-    """The checks that are left out so far; `restore` gives every function its own code back."""
+    """The checks that are left out so far: `places`, in order. `restore` gives every function its own code back."""
 
     def __init__(self) -> None:
-        self.places: list[str] = []
+        self.places: dict[str, None] = {}
         self._edits: dict[str, _Edits] = defaultdict(dict)  # by file
         self._codes: dict[FunctionType, CodeType] = {}
 
@@ -45,12 +45,15 @@ class Checks:
         if not self._compile_again(code):
             del self._edits[code.co_filename][test]
             return False
-        self.places.append(f"{code.co_filename}:{test[0]}")
+        self.places[f"{code.co_filename}:{test[0]}"] = None
         return True
 
     def restore(self) -> None:
+        """A model may be traced once more."""
         for function, code in self._codes.items():
             function.__code__ = code
+        self._codes.clear()
+        self._edits.clear()
 
     def _compile_again(self, code: CodeType) -> bool:
         """Whether the functions with this code could be given code without the checks."""

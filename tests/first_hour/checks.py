@@ -75,6 +75,20 @@ class CheckedLayers(nn.Module):
         return F.cross_entropy(self.head(self.tower(ids)).flatten(0, 1), labels.flatten())
 
 
+class CheckedTable(Checked):
+    """Of one length alone, so that it is traced twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.zeros(8, 16))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.tower(ids) + self.positions
+        if x.isnan().any():
+            raise FloatingPointError("NaN")
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
 class Caught(Checked):
     """What a check raises is caught: it is no check alone."""
 

@@ -96,9 +96,10 @@ def test_what_the_model_raises_itself_is_told_as_it_is() -> None:
         trace(Model(Wrong()), LM, torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("kind", "lines"), [(checks.Checked, 4), (checks.Likelihood, 2), (checks.CheckedLayers, 1)], ids=lambda x: str(x)
-)
+LINES = {checks.Checked: 4, checks.Likelihood: 2, checks.CheckedLayers: 1, checks.CheckedTable: 1}
+
+
+@pytest.mark.parametrize(("kind", "lines"), LINES.items(), ids=lambda x: str(x))
 def test_checks_that_only_raise_are_left_out_and_come_back(kind: type[nn.Module], lines: int) -> None:
     before = kind.forward.__code__, checks.check_positive.__code__
     program = trace(kind(), LM, torch.float32)
