@@ -186,3 +186,26 @@ def test_dead_code_goes() -> None:
           return y
         """,
     )
+
+
+def test_what_is_repeated_for_each_sample_is_of_a_sample() -> None:
+    """A bias [h, 1, s] for every sample: its samples can be dealt out once they are a dim."""
+    assert_becomes(
+        Clean(),
+        """
+        block model:
+          x: [4, 1, s] = input x
+          bias: [4*b, 1, s] = repeat(x, [b, 1, 1])
+          twice: [4*b, 2, s] = tile(bias, [1, 2, 1])
+          return twice
+        """,
+        """
+        block model:
+          x: [4, 1, s] = input x
+          reshape_default: [1, 4, 1, s] = reshape(x, [1, 4, 1, s])
+          expand_default: [b, 4, 1, s] = expand(reshape_default, [b, 4, 1, s])
+          bias: [4*b, 1, s] = reshape(expand_default, [4*b, 1, s])
+          expand_default_1: [4*b, 2, s] = expand(bias, [4*b, 2, s])
+          return expand_default_1
+        """,
+    )
