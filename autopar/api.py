@@ -34,7 +34,7 @@ from .ir.unread import unread_note
 from .options import check, check_names
 from .parity import Parity
 from .passes.islands import islands_note
-from .plan import Plan
+from .plan import Plan, asked_length
 from .progress import progress
 from .request import Job, OptimizerLike, make_job
 from .rules.padding import padding_of
@@ -50,6 +50,7 @@ from .solutions import Solutions, models_of, solve_layouts, with_placements
 from .trace.initialise import Weights, weights_of
 from .trace.layers import class_names
 from .trace.opaque import opaque_modules
+from .trace.positions import check_positions
 from .trace.watch import layers_watched
 from .verification.folder import keep_original
 from .verification.program import verify_plan
@@ -101,6 +102,7 @@ def parallelize(
         pad_to_multiple_of=pad_to_multiple_of,
     )  # fmt: skip
     check_choices(chosen, job.cluster, sequence=job.padded_from or job.sequence, **together)
+    check_positions(job.model, job.inputs, job.sequence, asked_length(job.sequence, job.padded_from))
     with progress(f"tracing {job.name}") as so_far, layers_watched(type(job.model), so_far.at_layer):
         program = prepare(job.model, job.inputs, job.precision, job.batch_norm)
     check_layers(program, job, chosen)

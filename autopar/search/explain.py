@@ -177,7 +177,7 @@ def _row(number: int, candidate: Candidate, size_bytes: int) -> list[str]:
         duration(estimate.step_time_s),
         _rate(estimate.tokens_per_s_per_gpu),
         f"{estimate.mfu:.1%}",
-        f"{estimate.peak_bytes / size_bytes:.1f}",
+        f"{estimate.peak_bytes / size_bytes:.{1 if estimate.peak_bytes > size_bytes else 3}f}",
         f"{estimate.bubble:.1%}" if plan.mesh.pp > 1 else "–",
         f"{100 * candidate.model.sharded_fraction:.1f}".removesuffix(".0") + "%",
         estimate.limited_by,
