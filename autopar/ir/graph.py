@@ -228,10 +228,10 @@ class Program:
     """A model as calls of blocks, with what lies outside them.
 
     name: class name of the model. tied: alias → original parameter name. fused: original name → parts. sequence_range:
-    lengths of `s` for which the trace holds; fixed_length: of one alone, in shapes too. mutated: buffers that forward
-    updates. opaque: modules that are kept whole, by name. persistent: the buffers of the model's state_dict, of which
-    `buffers` holds those that the loss reads. stages, recompute and regions (block → what backward computes again in
-    layers of that class) are set by the passes.
+    lengths of `s` for which the trace holds, of the multiples of sequence_multiple; fixed_length: of one alone, in
+    shapes too. mutated: buffers that forward updates. opaque: modules that are kept whole, by name. persistent: the
+    buffers of the model's state_dict, of which `buffers` holds those that the loss reads. stages, recompute and regions
+    (block → what backward computes again in layers of that class) are set by the passes.
     zigzag: of 2·cp chunks of the sequence, rank r of cp has r and 2·cp − 1 − r, for later queries of causal attention
     meet more keys. padding: of the inputs, where samples are shorter than `s`.
     """
@@ -245,6 +245,7 @@ class Program:
     tied: dict[str, str] = field(default_factory=dict)
     fused: dict[str, Fused] = field(default_factory=dict)
     sequence_range: tuple[int, int] = (1, 1 << 30)
+    sequence_multiple: int = 1
     fixed_length: FixedLength | None = None
     stages: tuple[Stage, ...] = ()
     recompute: tuple[Again, ...] = ()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import sympy
 import torch
 from torch import fx, nn
+from torch.export import ExportedProgram
 
 from ..errors import TraceError
 from ..ir.build import DOUBLED, derives_gradient, is_continuous
@@ -30,12 +33,12 @@ from ..ir.identifiers import identifier
 from .float_sizes import float_of_sizes
 from .inline import inline_regions
 from .inplace import Memory, mutates, written
+from .input_sizes import LONGEST, InputSizes
 from .loss_shapes import correct_shape
 from .signature import keywords, loss_of
-from .sizes import check_known
+from .sizes import check_known, symbol_names
 from .source import excerpt, module_path, place, source_line
 
-_MAX_SEQUENCE = 1 << 20
 # Where the trace ran and how it laid out constants: the emitter writes the block's own device.
 _BAKED = ("device", "pin_memory", "layout")
 _STATISTICS = {torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default}
@@ -47,17 +50,15 @@ class Importer:
     def __init__(
         self,
         model: nn.Module,
-        exported: Any,
-        example: dict[str, Any],
-        dims: dict[str, dict[int, str]],
-        dtype: torch.dtype,
+        exported: ExportedProgram,
+        sizes: InputSizes,
         batch_norm: str = "refuse",
     ) -> None:
-        self.model, self.exported, self.example, self.dims = model, exported, example, dims
-        self.dtype, self.batch_norm = dtype, batch_norm
+        self.model, self.exported, self.sizes = model, exported, sizes
+        self.dtype, self.batch_norm = sizes.dtype, batch_norm
         self.graph = fx.Graph()
         self.memory = Memory(self.graph, self._build)
-        self.symbols: dict[sympy.Symbol, sympy.Expr] = {}
+        self.symbols = symbol_names(exported, sizes)
         self.aliases = _aliases(model)
         self.buffers: dict[str, TensorInfo] = {}
         self.placed: dict[str, fx.Node] = {}  # parameter name → its placeholder
@@ -68,7 +69,6 @@ class Importer:
         signature = self.exported.graph_signature
         inline_regions(self.exported.graph_module)
         self.keywords = keywords(self.exported)
-        self._learn_symbols()
         for node in self.exported.graph.nodes:
             if node.op == "placeholder":
                 self.memory.define(node, self._placeholder(node, signature))
@@ -80,8 +80,8 @@ class Importer:
         self._drop_unused()
         parameters = self._parameters()
         inputs = {
-            name: TensorInfo(self._shape(value.shape, self.dims[name]), value.dtype)
-            for name, value in self.example.items()
+            name: TensorInfo(self._shape(value.shape, self.sizes.dims[name]), value.dtype)
+            for name, value in self.sizes.example().items()
             if isinstance(value, torch.Tensor)
         }
         return Program(
@@ -93,31 +93,28 @@ class Importer:
             inputs=inputs,
             tied={a: o for a, o in self.aliases.items() if a != o},
             sequence_range=self._sequence_range(),
+            sequence_multiple=self._sequence_multiple(),
             mutated=tuple(self.mutated),
             persistent=self._persistent(),
         )
 
-    def _learn_symbols(self) -> None:
-        for node in self.exported.graph.nodes:
-            if node.op == "placeholder":
-                for dim, kind in self.dims.get(self.keywords.get(node.name, ""), {}).items():
-                    expr = node.meta["val"].shape[dim]
-                    if isinstance(expr, torch.SymInt):
-                        self.symbols[expr.node.expr] = B if kind == "b" else S
+    def _sequence_multiple(self) -> int:
+        """What the length must be a multiple of."""
+        return math.lcm(*(int(1 / part.coeff(S)) for part in self.symbols.values() if S in part.free_symbols))
 
     def _sequence_range(self) -> tuple[int, int]:
         for symbol, bounds in self.exported.range_constraints.items():
-            if self.symbols.get(symbol) == S:
-                return int(bounds.lower), int(bounds.upper)
-        return 1, _MAX_SEQUENCE
+            if S in (part := self.symbols.get(symbol, B)).free_symbols:
+                times = int(1 / part.coeff(S))
+                return max(2, int(bounds.lower) * times), int(min(bounds.upper * times, LONGEST))
+        return 1, LONGEST
 
     def _expr(self, size: Any) -> sympy.Expr:
         expr = size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(int(size))
         return expr.subs(self.symbols)
 
-    def _shape(self, shape: Any, dims: dict[int, str] | None = None) -> tuple[sympy.Expr, ...]:
-        named = {"b": B, "s": S}
-        return tuple(named[dims[i]] if dims and i in dims else self._expr(n) for i, n in enumerate(shape))
+    def _shape(self, shape: Any, dims: Mapping[int, sympy.Expr] | None = None) -> tuple[sympy.Expr, ...]:
+        return tuple(dims[i] if dims and i in dims else self._expr(n) for i, n in enumerate(shape))
 
     def _facts(self, node: fx.Node, value: Any = None, **more: Any) -> NodeInfo:
         value = node.meta["val"] if value is None else value

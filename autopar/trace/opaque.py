@@ -18,6 +18,7 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ..errors import TraceError
@@ -28,6 +29,7 @@ from ..runtime.opaque import Applied, OpaqueModule
 from ..runtime.trees import tree_flatten
 from .checks import Checks
 from .guards import custom_functions, quiet, refuse_recurrent
+from .input_sizes import InputSizes
 from .lists import layer_path
 from .moe import written_experts
 from .repeats import structure
@@ -76,7 +78,7 @@ class Opaque:
     calls: list[_Call] = field(default_factory=list)
     checks: Checks = field(default_factory=Checks)
 
-    def export(self, run: Callable[[], Any]) -> Any:
+    def export(self, run: Callable[[], tuple[ExportedProgram, InputSizes]]) -> tuple[ExportedProgram, InputSizes]:
         """What `run` exports, once every submodule that it fails in is kept whole."""
         refuse_recurrent(self.shadow)
         try:
@@ -84,14 +86,14 @@ class Opaque:
         finally:
             self.checks.restore()
 
-    def _export(self, run: Callable[[], Any]) -> Any:
+    def _export(self, run: Callable[[], tuple[ExportedProgram, InputSizes]]) -> tuple[ExportedProgram, InputSizes]:
         why: TraceError | None = None  # the first submodule cannot be traced
         for _ in range(_MOST):
             try:
                 with custom_functions(self._apply), quiet():
-                    exported = run()
+                    exported, sizes = run()
                 _check_sizes(exported)
-                return exported
+                return exported, sizes
             except _UnknownError as call:
                 try:
                     self._try_out(call)

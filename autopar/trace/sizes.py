@@ -7,45 +7,75 @@ slice takes the whole tensor) is no limit where the trace at that length is the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import product
+from itertools import product, zip_longest
 from typing import Any
 
 import sympy
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # torch has no public name for it
 
 from ..errors import TraceError
-from ..ir.graph import arguments, op_name
+from ..ir.graph import B, S, arguments, op_name
+from ..ir.lengths import FixedLength
+from .input_sizes import InputSizes, other_lengths
 from .signature import keywords
 from .source import excerpt, place
 
 aten = torch.ops.aten
-Dims = Mapping[str, Mapping[int, str]]
-_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 16, 17, 100, 128, 1000, 4096, 4099)  # on which assertions are tried
+_SIZES = (2, 3, 4, 5, 6, 7, 8, 16, 17, 100, 128, 1000, 4096, 4099)  # on which assertions are tried
+_WAY_OUT = "derive it from the input's shape"
+_BATCH, _LENGTH = 64, 4096  # at which a trace is run once more
 
 
-def check_sizes(exported: ExportedProgram, dims: Dims, at_length: Callable[[int], ExportedProgram]) -> None:
-    """TraceError where the trace holds for some sizes only. at_length: the export for one sequence length."""
-    names = symbol_names(exported, dims)
+class SizesError(TraceError):
+    """The trace does not hold for all sizes of the inputs as they were named."""
+
+
+_Export = Callable[[nn.Module, InputSizes], ExportedProgram]
+
+
+def check_sizes(model: nn.Module, exported: ExportedProgram, sizes: InputSizes, export: _Export) -> None:
+    """SizesError where an assertion excludes sizes. export: of the model at one batch or length.
+
+    torch takes no batch to be 1: micro-batches of one sample are parts of a batch, and computed as in it.
+    """
+    names = symbol_names(exported, sizes)
     asserted = {n.args[0] for n in exported.graph.nodes if n.target is aten._assert_scalar.default}
     for node in exported.graph.nodes:
         condition = node.meta.get("val")
         if node not in asserted or not isinstance(condition, torch.SymBool):
             continue
         expression = condition.node.expr
-        symbols = sorted(expression.free_symbols, key=str)
-        if _same_at_the_excluded_length(exported, dims, expression, at_length):
+        excluded = _only_excluded(expression, names)
+        if excluded and difference(model, exported, sizes, excluded, export) is None:
             continue
+        symbols = sorted(expression.free_symbols, key=str)
         ranges = [exported.range_constraints[symbol] for symbol in symbols]
-        for sizes in product(*([n for n in _SIZES if r.lower <= n <= r.upper] for r in ranges)):
-            if expression.subs(dict(zip(symbols, sizes, strict=True))) != sympy.true:
-                tried = ", ".join(f"{names.get(s, s)}={n}" for s, n in zip(symbols, sizes, strict=True))
-                raise TraceError(
-                    f"tracing failed: the model fixes its batch or sequence size: it was traced where "
-                    f"{expression.subs(names)}, which is not so for {tried}: derive it from the input's shape"
+        for tried in product(*([n for n in _SIZES if r.lower <= n <= r.upper] for r in ranges)):
+            values = dict(zip(symbols, tried, strict=True))
+            if expression.subs(values) != sympy.true:
+                at = dict(_ours(names[symbol], n) for symbol, n in values.items())
+                where = difference(model, exported, sizes, at, export) or ""
+                raise SizesError(
+                    f"tracing failed{where}: forward depends on its batch or sequence size there: it was traced where "
+                    f"{expression.subs(names)}, which is not so for {', '.join(f'{k}={n}' for k, n in at.items())}: "
+                    f"{_WAY_OUT}"
                 )
+
+
+def _ours(expression: sympy.Expr, size: int) -> tuple[sympy.Symbol, int]:
+    """(s, 8) for s/4 and 2."""
+    (name,) = expression.free_symbols
+    return name, int(size / expression.coeff(name))
+
+
+def holds(exported: ExportedProgram, sizes: InputSizes) -> bool:
+    """Whether a trace runs at a larger batch and another length: torch drops guards on products of two sizes."""
+    other = sizes.at({name: _other_size(exported, sizes, name) for name in sizes.values})
+    module = exported.module()
+    return _runs(module, other) or not _runs(module, sizes)  # what does not run on meta at all tells nothing
 
 
 def check_known(node: fx.Node) -> None:
@@ -73,38 +103,88 @@ def _selects_by_value(node: fx.Node) -> bool:
     return any(i.meta["val"].dtype in (torch.bool, torch.uint8) for i in indices)
 
 
-def symbol_names(exported: ExportedProgram, dims: Dims) -> dict[sympy.Expr, sympy.Symbol]:
-    """torch's symbols → b and s."""
-    inputs = keywords(exported)
-    return {
-        node.meta["val"].shape[dim].node.expr: sympy.Symbol(kind)
-        for node in exported.graph.nodes
-        for dim, kind in (dims.get(inputs.get(node.name, ""), {}) if node.op == "placeholder" else {}).items()
-        if isinstance(node.meta["val"].shape[dim], torch.SymInt)
-    }
+def symbol_names(exported: ExportedProgram, sizes: InputSizes) -> dict[sympy.Symbol, sympy.Expr]:
+    """torch's symbols as b and as s, or the part of s that all sizes are multiples of: s/4."""
+    inputs, names = keywords(exported), dict[sympy.Symbol, sympy.Expr]()
+    for node in exported.graph.nodes if sizes.dims else ():
+        for dim, size in (sizes.dims.get(inputs.get(node.name, ""), {}) if node.op == "placeholder" else {}).items():
+            traced = node.meta["val"].shape[dim]
+            if isinstance(traced, torch.SymInt):
+                (symbol,) = traced.node.expr.free_symbols
+                names[symbol] = size / traced.node.expr.coeff(symbol)
+    return names
 
 
-def _same_at_the_excluded_length(
-    exported: ExportedProgram, dims: Dims, condition: sympy.Expr, at_length: Callable[[int], ExportedProgram]
-) -> bool:
-    """Whether a condition is `s ≠ n`, and the model does at length n what it does at the others."""
-    names = symbol_names(exported, dims)
+def fixed_size(model: nn.Module, sizes: InputSizes) -> str:
+    """What to say of a model that runs at its example's sizes alone, with the place where it fails at another."""
+    length = sizes.values[S]
+    for name, others in ((S, other_lengths(length)), (B, [2 * sizes.values[B]])):
+        for n in others:
+            if where := sizes.at({name: n}).failure(model):
+                said = f"{name}={n} fails, {name}={sizes.values[name]} runs"
+                return f"tracing failed{where}: the model fixes its batch or sequence size there ({said}): {_WAY_OUT}"
+    return f"tracing failed: the model fixes its batch or sequence size: {_WAY_OUT}"
+
+
+def one_length(model: nn.Module, sizes: InputSizes) -> FixedLength | None:
+    """The length of the example, where forward runs at no other, with the place where it fails."""
+    length = sizes.values[S]
+    failures = [sizes.at({S: n}).failure(model) for n in other_lengths(length)] if sizes.has_sequence else []
+    return FixedLength(length, (failures[0] or "").rstrip()) if failures and None not in failures else None
+
+
+def _other_size(exported: ExportedProgram, sizes: InputSizes, name: sympy.Symbol) -> int:
+    """A size of b or s for which the trace is to hold, other than the traced one."""
+    for symbol, expression in symbol_names(exported, sizes).items():
+        if name in expression.free_symbols:
+            part, bounds = expression.coeff(name), exported.range_constraints[symbol]
+            wanted = int((_BATCH if name == B else _LENGTH) * part)
+            return int(min(max(wanted, bounds.lower), bounds.upper) / part)
+    return sizes.values[name]
+
+
+def _runs(module: nn.Module, sizes: InputSizes) -> bool:
+    try:
+        module(**sizes.example())
+    except Exception:  # noqa: BLE001 - a guard's AssertionError, or what an op says of its operands' sizes
+        return False
+    return True
+
+
+def _only_excluded(condition: sympy.Expr, names: Mapping[sympy.Symbol, sympy.Expr]) -> dict[sympy.Symbol, int]:
+    """The one size that a condition `s ≠ n` excludes; empty for other conditions."""
     condition = condition.subs(names)
-    if not isinstance(condition, sympy.Ne) or condition.free_symbols != {sympy.Symbol("s")}:
-        return False
-    numbers = [side for side in condition.args if isinstance(side, sympy.Integer)]
-    if len(numbers) != 1 or sympy.Symbol("s") not in condition.args:
-        return False
-    length = int(numbers[0])
-    alone = at_length(length)
-    here = {symbol: (length if name.name == "s" else name) for symbol, name in names.items()}
-    return _lines(exported.graph, here) == _lines(alone.graph, symbol_names(alone, dims))
+    if not isinstance(condition, sympy.Ne) or len(condition.free_symbols) != 1:
+        return {}
+    (name,) = condition.free_symbols
+    difference = sympy.expand(condition.lhs - condition.rhs)
+    rest = difference.subs(name, 0)
+    excluded = -rest / difference.coeff(name) if difference == difference.coeff(name) * name + rest else sympy.nan
+    return {name: int(excluded)} if excluded.is_Integer else {}
 
 
-def _lines(graph: fx.Graph, sizes: Mapping[sympy.Expr, Any]) -> list[Any]:
-    """The ops with their arguments at these sizes, but for slices that take everything."""
+def difference(
+    model: nn.Module, exported: ExportedProgram, sizes: InputSizes, at: Mapping[sympy.Symbol, int], export: _Export
+) -> str | None:
+    """Where the model does at some sizes something else than at the others; None where it does the same."""
+    fixed = sizes.fixed_at(at)
+    try:
+        only = export(model, fixed)
+    except TraceError:
+        return fixed.failure(model) or ""
+    here = {symbol: expression.subs(at) for symbol, expression in symbol_names(exported, sizes).items()}
+    lines, others = _lines(exported.graph, here), _lines(only.graph, symbol_names(only, fixed))
+    for line, other in zip_longest(lines, others):
+        if line is None or other is None or line[0] != other[0]:
+            _, node = (line if len(lines) > len(others) else other) or line or other  # what the longer one does more
+            return f"{place(node)}{excerpt(node)}\n"
+    return None
+
+
+def _lines(graph: fx.Graph, sizes: Mapping[sympy.Expr, Any]) -> list[tuple[Any, fx.Node]]:
+    """The ops with their arguments at these sizes, but for those that give their operand."""
     held: dict[fx.Node, Any] = {}
-    lines: list[Any] = []
+    lines: list[tuple[Any, fx.Node]] = []
     for node in graph.nodes:
         value = node.meta.get("val")
         if node.op == "placeholder":
@@ -112,13 +192,14 @@ def _lines(graph: fx.Graph, sizes: Mapping[sympy.Expr, Any]) -> list[Any]:
         elif isinstance(value, torch.SymInt | torch.SymFloat | int | float):
             held[node] = _size(value, sizes)
         elif node.op == "output":
-            lines.append(_shown(node.args, held))
+            lines.append((_shown(node.args, held), node))
         elif node.op == "call_function" and isinstance(value, torch.Tensor | list | tuple):
-            if _takes_everything(node, sizes):
+            if _gives_operand(node, sizes):
                 held[node] = held[arguments(node)[0]]
                 continue
             held[node] = f"%{len(lines)}"
-            lines.append((str(node.target), _shown(node.args, held), _shown(sorted(node.kwargs.items()), held)))
+            line = (str(node.target), _shown(node.args, held), _shown(sorted(node.kwargs.items()), held))
+            lines.append((line, node))
     return lines
 
 
@@ -132,8 +213,9 @@ def _size(value: Any, sizes: Mapping[sympy.Expr, Any]) -> str:
     return str(value.node.expr.subs(sizes) if hasattr(value, "node") else value)
 
 
-def _takes_everything(node: fx.Node, sizes: Mapping[sympy.Expr, Any]) -> bool:
+def _gives_operand(node: fx.Node, sizes: Mapping[sympy.Expr, Any]) -> bool:
+    """Whether an op is an alias, or a slice that takes everything."""
     if node.target is not aten.slice.Tensor:
-        return False
+        return node.target is aten.alias.default
     taken, whole = ([_size(n, sizes) for n in x.meta["val"].shape] for x in (node, arguments(node)[0]))
     return taken == whole
