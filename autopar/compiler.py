@@ -15,6 +15,7 @@ from torch import nn
 
 from .errors import PlanError
 from .ir.graph import B, Program, S
+from .ir.lengths import check_multiple
 from .ir.text import program_text
 from .ir.units import read_elsewhere
 from .mesh import Mesh
@@ -62,6 +63,7 @@ def compile_program(program: Program, plan: Plan) -> Program:
     if fixed := program.fixed_length:
         fixed.check(f"sequence={plan.sequence}", plan.sequence)
         fixed.check_uncut(f"cp={plan.mesh.cp}", plan.mesh.cp)
+    check_multiple(program.sequence_multiple, f"sequence={plan.sequence}", plan.sequence, plan.tokens)
     if plan.padded_from is not None:
         program = replace(program, padding=padding_of(program, plan.padded_from, plan.sequence))
     program = cut_sequence(program, plan)

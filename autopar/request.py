@@ -20,6 +20,7 @@ from .trace.asked import check_arguments, check_keywords, check_model
 from .trace.example_inputs import default_inputs, longest_sequence
 from .trace.huggingface import huggingface_of
 from .trace.initialise import build_on_meta
+from .trace.input_sizes import sequence_length
 from .trace.signature import keyword_signature
 
 _LONGEST_DEFAULT = 8192
@@ -133,10 +134,8 @@ def _sequence(model: nn.Module, inputs: Mapping[str, Any] | None, sequence: int 
     """
     if sequence is not None:
         return sequence
-    tensors = [v for v in (inputs or {}).values() if isinstance(v, torch.Tensor)]
-    shapes = [v.shape for v in tensors if v.dim() == 2 and not v.is_floating_point()]
-    if shapes:
-        return int(max(shape[1] for shape in shapes))
+    if length := sequence_length(inputs or {}):
+        return length
     if inputs is not None:
         return 1  # no sequence: images, features
     inner = huggingface_of(model)

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..ir.graph import B, NodeInfo, S, TensorInfo, info, node_inputs
+from ..ir.graph import B, S, info, node_inputs
 from ..ir.ops import is_collective
+from ..ir.sizes import dims_of
 from .comments import comment_of, parallel
 from .expressions import expression
 from .folding import Folding, in_reading_order, is_constant
@@ -19,7 +20,7 @@ from .lines import WIDTH, Line, rendered
 from .local_names import line_name
 from .names import value_name
 from .roles import Roles, is_bias_add, is_postfix
-from .text import Text, quoted
+from .text import Text, quoted, size_from
 
 aten = torch.ops.aten
 
@@ -92,8 +93,8 @@ class Body:
         used = sizes_in(self.ops) - set(untold_sizes(self.ops, self.arguments))
         if not used:
             return
-        sources = [n for n in self.names if dims_of(info(n))]
-        source = next((n for n in sources if used <= set(dims_of(info(n)))), None)
+        sources = [n for n in self.names if dims_of(info(n).shape)]
+        source = next((n for n in sources if used <= set(dims_of(info(n).shape))), None)
         plain = source is not None and not info(source).placement.is_shard and info(source).shape[:2] == (B, S)
         if source is not None and plain and used == {B, S}:
             rest = ", _" * (len(info(source).shape) - 2)
@@ -105,14 +106,13 @@ class Body:
         self.written.append(Line(f"{', '.join(map(str, wanted))} = {', '.join(texts)}", comment=note))
 
     def _size(self, symbol: Any, source: fx.Node | None, sources: Sequence[fx.Node]) -> tuple[str, str]:
-        source = source or next(n for n in sources if symbol in dims_of(info(n)))
+        source = source or next(n for n in sources if symbol in dims_of(info(n).shape))
         facts, name = info(source), self.names[source]
-        dim, times = dims_of(facts)[symbol]
-        if facts.placement.is_shard and facts.placement.dim == dim:
-            times /= self.tp
-        if times < 1:
-            return f"{name}.shape[{dim}] * {1 / times}", f"{name} has {times} of {symbol}"
-        return f"{name}.shape[{dim}]{f' // {times}' if times > 1 else ''}", ""
+        dim = dims_of(facts.shape)[symbol]
+        sharded = facts.placement.is_shard and facts.placement.dim == dim
+        size = facts.shape[dim] / self.tp if sharded else facts.shape[dim]
+        note = f"{name} has {size / symbol} of {symbol}" if (size / symbol).is_number and size / symbol < 1 else ""
+        return size_from(f"{name}.shape[{dim}]", size, symbol), note
 
     # statements
 
@@ -227,7 +227,7 @@ def sizes_in(ops: Sequence[fx.Node]) -> set[Any]:
 
 def untold_sizes(ops: Sequence[fx.Node], arguments: Collection[fx.Node]) -> list[Any]:
     """Which of `b` and `s` the ops need and no argument tells: they are arguments themselves."""
-    told = {symbol for node in arguments for symbol in dims_of(info(node))}
+    told = {symbol for node in arguments for symbol in dims_of(info(node).shape)}
     return [size for size in (B, S) if size in sizes_in(ops) - told]
 
 
@@ -235,14 +235,3 @@ def _symbols(argument: Any) -> set[Any]:
     if isinstance(argument, list | tuple):
         return set().union(*(_symbols(a) for a in argument)) if argument else set()
     return set(getattr(argument, "free_symbols", ()))
-
-
-def dims_of(facts: NodeInfo | TensorInfo) -> dict[Any, tuple[int, Any]]:
-    """Of `b` and `s`, each that a size is a multiple of: (the dim, how many times); the plainest first."""
-    found = [
-        (size.as_coeff_Mul()[0], symbol, i)
-        for i, size in enumerate(facts.shape)
-        for symbol in (B, S)
-        if (size / symbol).is_Rational
-    ]
-    return {symbol: (i, times) for times, symbol, i in sorted(found, key=lambda item: -item[0])}

@@ -7,13 +7,14 @@ from typing import Any
 
 from ..errors import PlanError
 from ..ir.graph import EPILOGUE, PROLOGUE, TABLES, Call, Role, info
+from ..ir.sizes import dims_of
 from ..recompute import Again, by_layer
-from .body import dims_of, untold_sizes
+from .body import untold_sizes
 from .emission import Emission
 from .groups import group_of_layer, method_name
 from .layer_runs import Run, layers_text, number_text, parent, path_text, runs
 from .names import loop_name
-from .text import attribute
+from .text import attribute, size_from
 
 
 def forward(e: Emission) -> list[str]:
@@ -48,9 +49,9 @@ def _read(e: Emission, call: Call, size: Callable[[Any], str], device: str) -> l
 
 def _size(e: Emission, symbol: Any) -> str:
     """`b` or `s` by an input of the model, which has the whole sequence."""
-    found = ((name, dims_of(facts)) for name, facts in e.program.inputs.items())
-    name, (dim, times) = next((name, dims[symbol]) for name, dims in found if symbol in dims)
-    return f"{name}.shape[{dim}]{f' // {times}' if times > 1 else ''}"
+    found = ((name, facts.shape, dims_of(facts.shape)) for name, facts in e.program.inputs.items())
+    name, shape, dim = next((name, shape, dims[symbol]) for name, shape, dims in found if symbol in dims)
+    return size_from(f"{name}.shape[{dim}]", shape[dim], symbol)
 
 
 def _given(e: Emission, call: Call) -> str:

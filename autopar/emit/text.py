@@ -42,6 +42,16 @@ def size_text(value: Any) -> str:
     return size(value).source
 
 
+def size_from(text: str, size: sympy.Expr, symbol: sympy.Symbol) -> str:
+    """`b` or `s` as source, of which `text` is a size a·s + c: "(x.shape[1] - 4) // 2"."""
+    size = sympy.expand(size)
+    times, more = size.coeff(symbol), size.subs(symbol, 0)
+    source = size_text(sympy.Symbol(text) - more)
+    source = f"({source})" if more and times != 1 else source
+    over, under = (1 / times).as_numer_denom()
+    return source + (f" * {over}" if over != 1 else "") + (f" // {under}" if under != 1 else "")
+
+
 def size(value: Any) -> Text:
     """A size with its precedence. Fractions are exact divisions: a shard's share of a dim that tp divides."""
     expr: Any = sympy.sympify(value, strict=True)  # strict: text would be evaluated

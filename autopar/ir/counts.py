@@ -13,7 +13,8 @@ import torch
 from torch import fx
 
 from .build import call
-from .graph import COUNT, B, Block, NodeInfo, Role, S, info, node_inputs, set_info
+from .graph import COUNT, Block, NodeInfo, Role, info, node_inputs, set_info
+from .sizes import dims_of
 
 aten = torch.ops.aten
 
@@ -37,7 +38,7 @@ class Counts:
     def of_size(self, size: sympy.Expr) -> fx.Node | None:
         """A multiple of the batch size, for the whole batch; None where no input tells the sizes it needs."""
         inputs = [n for n in self._of.nodes if n.op == "placeholder" and info(n).role is Role.INPUT]
-        source = next((n for n in inputs if size.free_symbols <= {B, S} & set(info(n).shape)), None)
+        source = next((n for n in inputs if size.free_symbols <= {*dims_of(info(n).shape)}), None)
         if source is None:
             return None
         if size not in self._made:

@@ -29,3 +29,14 @@ class FixedLength:
         """PlanError for cp > 1, which gives each rank a part of the sequence."""
         if cp > 1:
             raise PlanError(f"{asked} would cut the sequence: use cp=1, for {self}")
+
+
+def check_multiple(multiple: int, asked: str, *lengths: int) -> None:
+    """PlanError where a length is none of the multiples that the model takes."""
+    for length in lengths:
+        if length % multiple:
+            near = [n for n in (length // multiple * multiple, -(-length // multiple) * multiple) if n]
+            raise PlanError(
+                f"{asked}: {length} is not divisible by {multiple}, of which the model's forward makes parts of a "
+                f"sequence: use {' or '.join(map(str, near))}"
+            )

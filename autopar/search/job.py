@@ -9,6 +9,7 @@ from ..cost_models.hardware import Cluster
 from ..cost_models.layer_costs import ModelCosts
 from ..errors import PlanError
 from ..ir.graph import B, Program, S
+from ..ir.lengths import check_multiple
 from ..ir.units import read_elsewhere
 from ..options import check
 from ..plan import asked_length
@@ -96,7 +97,7 @@ def cp_sizes(program: Program, job: Job, pins: Pins) -> list[int]:
         return [1]
     if pins.cp is not None:
         return [pins.cp]
-    sizes = [c for c in divisors(job.cluster.gpus) if job.sequence % c == 0]
+    sizes = [c for c in divisors(job.cluster.gpus) if job.sequence % (c * program.sequence_multiple) == 0]
     if pins.attention is not None:
         return [c for c in sizes if c > 1]
     wanted = job.sequence >= _WORTH_CUTTING or job.global_batch < job.cluster.gpus
@@ -115,6 +116,7 @@ def illegal_sizes(program: Program, job: Job, pins: Pins) -> dict[str, str]:
     tokens, asked = job.padded_from or job.sequence, asked_length(job.sequence, job.padded_from)
     if program.fixed_length:
         program.fixed_length.check(asked, job.sequence)
+    check_multiple(program.sequence_multiple, asked, tokens, job.sequence)
     if tokens < low or job.sequence > high:
         raise PlanError(f"{asked}: the model's forward allows {low} to {high} (a branch on the length)")
     if (rows := position_rows(program)) is not None and rows < job.sequence:

@@ -6,30 +6,31 @@ The trace is the training IR before decomposition, with batch and sequence as sy
 from __future__ import annotations
 
 import copy
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
-from torch.export import Dim
+from torch.export import ExportedProgram
+from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fixes
 
 from ..errors import TraceError
-from ..ir.graph import Program
-from ..ir.lengths import FixedLength
+from ..ir.graph import Program, S
 from . import repeats
 from .importer import Importer
+from .input_sizes import InputSizes, first_guess, other_sizes
 from .literals import Literals
 from .loss_shapes import LossShapes
 from .opaque import Opaque
-from .refusals import explain, refuse_size
+from .refusals import explain
 from .signature import check_inputs, name_keywords
-from .sizes import check_sizes
-from .source import place_of_error
+from .sizes import SizesError, check_sizes, holds, one_length
 
-_MAX_SEQUENCE = 1 << 20
+_MOST_SUGGESTIONS = 6  # of torch, that are followed one after the other
+_MOST_EXPORTS = 3  # of other relations between the inputs' sizes
 
 
 def trace(
@@ -55,29 +56,14 @@ def trace(
     shadow = _meta_copy(model, dtype)
     if fold and not repeats.fold(shadow):
         raise repeats.NotRepeatedError("no list of equal layers")
-    example, dims = _example(inputs, dtype)
-    name_keywords(shadow, example)
+    first = first_guess(inputs, dtype)
+    name_keywords(shadow, inputs)
     opaque = Opaque(model, shadow, dtype)
-    fixed = None
-    try:
-        exported = opaque.export(lambda: _export(shadow, example, dims))
-    except OneLengthError as error:
-        fixed, dims = error.fixed, _without_sequence(dims)
-        exported = opaque.export(lambda: _export(shadow, example, dims))
-    program = opaque.complete(Importer(model, exported, example, dims, dtype, batch_norm).program())
-    return program if fixed is None else replace(program, fixed_length=fixed, sequence_range=(fixed.tokens,) * 2)
-
-
-class OneLengthError(TraceError):
-    """The model runs at the example's length alone: to be traced with sizes in place of `s`."""
-
-    def __init__(self, fixed: FixedLength) -> None:
-        super().__init__(str(fixed))
-        self.fixed = fixed
-
-
-def _without_sequence(dims: dict[str, dict[int, str]]) -> dict[str, dict[int, str]]:
-    return {name: {d: kind for d, kind in of.items() if kind != "s"} for name, of in dims.items()}
+    exported, sizes = opaque.export(lambda: _export(shadow, first))
+    program = opaque.complete(Importer(model, exported, sizes, batch_norm).program())
+    if first.has_sequence and not sizes.has_sequence:
+        return replace(program, fixed_length=one_length(shadow, first), sequence_range=(first.values[S],) * 2)
+    return program
 
 
 def _meta_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -94,62 +80,54 @@ def _meta_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return copy.deepcopy(model, memo).train()
 
 
-def _example(inputs: Mapping[str, Any], dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, dict[int, str]]]:
-    """Meta inputs, floating ones in the compute dtype, and, for each, which dims are batch ("b") and sequence ("s")."""
-    tensors = {k: v for k, v in inputs.items() if isinstance(v, torch.Tensor)}
-    if not tensors:
-        raise TraceError("no example inputs: pass inputs={'input_ids': …, 'labels': …} (labels included)")
-    ids = [v for v in tensors.values() if v.dim() == 2 and not v.is_floating_point()]
-    sequence = max((v.shape[1] for v in ids), default=0)
-    batch = next(size for size in (4, 3, 5) if size != sequence)
-    example: dict[str, Any] = dict(inputs)
-    dims: dict[str, dict[int, str]] = {}
-    for name, tensor in tensors.items():
-        dims[name] = {0: "b"} if tensor.dim() else {}
-        if tensor.dim() > 1 and tensor.shape[1] == sequence and sequence > 1:
-            dims[name][1] = "s"
-        shape = (batch, *tensor.shape[1:]) if tensor.dim() else ()
-        example[name] = torch.empty(shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype, device="meta")
-    return example, dims
+def _export(model: nn.Module, first: InputSizes) -> tuple[ExportedProgram, InputSizes]:
+    """Export for as many sizes of the inputs as the model allows: with the first guess or another relation of them,
+    else at the one length that it takes."""
+    try:
+        return _export_at(model, first), first
+    except SizesError as error:
+        refused = error
+    for sizes in islice(other_sizes(first, model), _MOST_EXPORTS):
+        try:
+            return _export_at(model, sizes), sizes
+        except SizesError as error:
+            refused = error
+    if one_length(model, first):
+        fixed = first.fixed_at({S: first.values[S]})
+        return _export_at(model, fixed), fixed
+    raise refused.told(model)
 
 
-def _export(model: nn.Module, example: dict[str, Any], dims: dict[str, dict[int, str]]) -> torch.export.ExportedProgram:
-    """Export with named dynamic dims, narrowing the sequence range to what the model allows."""
-    low, high, deferred = 2, _MAX_SEQUENCE, False
-    for _ in range(4):
-        symbols = {"b": Dim("b", min=1), "s": Dim("s", min=low, max=high)}
-        shapes = {
-            name: {d: symbols[kind] for d, kind in dims[name].items()} if name in dims else None for name in example
-        }
-        export = partial(_attempt, model, example, shapes, deferred)
+def _export_at(model: nn.Module, sizes: InputSizes) -> ExportedProgram:
+    """Export with named dynamic dims, in the ranges and multiples that torch suggests; SizesError where none holds."""
+    shapes, deferred = sizes.symbolic(), False
+    for _ in range(_MOST_SUGGESTIONS):
+        export = partial(_attempt, model, sizes.example(), shapes, deferred)
         try:
             exported = export()
-            if deferred:
-                check_sizes(exported, dims, lambda length: _at_length(model, example, dims, length))
-            return exported
         except torch._dynamo.exc.UserError as error:  # private path, public class: the only error export documents
-            fix = re.search(r"s = Dim\('s'(?:, min=(\d+))?(?:, max=(\d+))?\)", str(error))
-            if fix:
-                low, high = int(fix[1] or low), int(fix[2] or high)
-            elif alone := re.search(r"^ *s = (\d+)$", str(error), re.MULTILINE):
-                _refuse_other_lengths(int(alone[1]), lambda length: _at_length(model, example, dims, length), model)
-                raise refuse_size(model, dims, export) from error
-            elif "satisfy the generated guard" in str(error) and not deferred:
+            if suggested := _suggested(error.msg, shapes):
+                shapes = suggested
+            elif "satisfy the generated guard" in error.msg and not deferred:
                 deferred = True  # torch's own guards, which hold for all sizes but which it cannot prove
+            elif "onstraints violated" in error.msg or "pecializ" in error.msg:
+                raise SizesError("", sizes, export) from None
             else:
-                if "onstraints violated" in str(error) or "pecializ" in str(error):
-                    raise refuse_size(model, dims, export) from error
                 raise TraceError(explain(error, model)) from error
+            continue
         except (repeats.NotRepeatedError, TraceError):
             raise
         except Exception as error:  # noqa: BLE001 - whatever the user's forward raised, told with its place
             raise TraceError(explain(error, model)) from error
-    raise TraceError(f"no range of sequence lengths could be found for the model (last tried {low}…{high})")
+        if deferred:
+            check_sizes(model, exported, sizes, _export_at)
+        if deferred or holds(exported, sizes):
+            return exported
+        deferred = True  # so that what does not hold is an assertion, with its place
+    raise SizesError("", sizes, export)
 
 
-def _attempt(
-    model: nn.Module, example: dict[str, Any], shapes: dict[str, Any], deferred: bool
-) -> torch.export.ExportedProgram:
+def _attempt(model: nn.Module, example: dict[str, Any], shapes: dict[str, Any], deferred: bool) -> ExportedProgram:
     with Literals(), LossShapes():
         return torch.export.export(
             model, (), example, strict=False, dynamic_shapes=shapes,
@@ -157,24 +135,10 @@ def _attempt(
         )  # fmt: skip
 
 
-def _at_length(
-    model: nn.Module, example: dict[str, Any], dims: dict[str, dict[int, str]], length: int
-) -> torch.export.ExportedProgram:
-    """The export for one sequence length."""
-    resized = dict(example)
-    for name, of in dims.items():
-        shape = [length if of.get(d) == "s" else n for d, n in enumerate(example[name].shape)]
-        resized[name] = torch.empty(shape, dtype=example[name].dtype, device="meta")
-    return _export(model, resized, _without_sequence(dims))
-
-
-def _refuse_other_lengths(tokens: int, at_length: Callable[[int], Any], model: nn.Module) -> None:
-    """OneLengthError where forward fails at every other length that is tried, with the place of the first failure."""
-    place = ""
-    for length in (2 * tokens, 4 * tokens, tokens // 2, tokens - 1):
-        try:
-            at_length(max(length, 1))
-            return
-        except TraceError as error:
-            place = place or place_of_error(error.__cause__ or error, model)
-    raise OneLengthError(FixedLength(tokens, place.rstrip()))
+def _suggested(said: str, shapes: dict[str, Any]) -> dict[str, Any] | None:
+    """The dynamic dims with the ranges and multiples that torch suggests; None where it has none, or one size alone."""
+    if "Suggested fixes" not in said:
+        return None
+    refined: Any = refine_dynamic_shapes_from_suggested_fixes(said, shapes)
+    dims = [dim for of in refined.values() for dim in (of or {}).values()]
+    return None if any(isinstance(dim, int) for dim in dims) else dict(refined)

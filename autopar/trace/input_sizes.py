@@ -23,6 +23,7 @@ from ..ir.graph import B, S
 from .repeats import NotRepeatedError
 from .source import place_of_error
 
+Dims = Mapping[str, Mapping[int, sympy.Expr]]  # input → dim → its size
 LONGEST = 1 << 20
 _MOST_TIMES = 64  # the sequence may be of another dim, or another dim of it
 _MOST_CHANGES, _MOST_TRIED = 2, 160
@@ -38,7 +39,7 @@ class InputSizes:
 
     inputs: Mapping[str, Any]
     dtype: torch.dtype
-    dims: Mapping[str, Mapping[int, sympy.Expr]]
+    dims: Dims
     values: Mapping[sympy.Symbol, int]
 
     def at(self, values: Mapping[sympy.Symbol, int]) -> InputSizes:

@@ -22,9 +22,9 @@ import sympy
 from torch import nn
 
 from ..errors import TraceError
+from .input_sizes import Dims
 from .source import is_the_models, is_torchs, place_of_error, place_of_frames
 
-Dims = Mapping[str, Mapping[int, str]]
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 16, 17, 100, 128, 1000, 4096, 4099)  # on which conditions on sizes are tried
 
 _BRANCH = (
@@ -93,7 +93,7 @@ def _without_failing() -> Iterator[None]:
 def _guards(model: nn.Module, dims: Dims) -> Iterator[list[str]]:
     """Within: the list gets a message for each guard on sizes that does not hold for all of them, "" for others."""
     logger, found = logging.getLogger(_LOGGER), list[str]()
-    names: dict[sympy.Symbol, sympy.Symbol] = {}
+    names: dict[sympy.Symbol, sympy.Expr] = {}
 
     def listen(record: logging.LogRecord) -> bool:
         given = record.args if isinstance(record.args, tuple) else ()
@@ -113,14 +113,14 @@ def _guards(model: nn.Module, dims: Dims) -> Iterator[list[str]]:
         logger.setLevel(level)
 
 
-def _learn(names: dict[sympy.Symbol, sympy.Symbol], created: tuple[Any, ...], dims: Dims) -> None:
+def _learn(names: dict[sympy.Symbol, sympy.Expr], created: tuple[Any, ...], dims: Dims) -> None:
     """Which of batch and sequence torch's new symbol is."""
     source = re.fullmatch(r"L\['(\w+)'\]\.size\(\)\[(\d+)\]", str(created[2]))
-    if source and (kind := dims.get(source[1], {}).get(int(source[2]))):
-        names[created[0]] = sympy.Symbol(kind)
+    if source and (size := dims.get(source[1], {}).get(int(source[2]))):
+        names[created[0]] = size
 
 
-def _condition(text: str, names: Mapping[sympy.Symbol, sympy.Symbol], model: nn.Module) -> str:
+def _condition(text: str, names: Mapping[sympy.Symbol, sympy.Expr], model: nn.Module) -> str:
     frames = list(_frames())
     values = (value for frame in frames for value in frame.f_locals.values())
     expression = next((v for v in values if isinstance(v, sympy.Basic) and str(v) == text), None)

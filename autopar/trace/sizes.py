@@ -20,17 +20,25 @@ from ..errors import TraceError
 from ..ir.graph import B, S, arguments, op_name
 from ..ir.lengths import FixedLength
 from .input_sizes import InputSizes, other_lengths
+from .refusals import refuse_size
 from .signature import keywords
 from .source import excerpt, place
 
 aten = torch.ops.aten
 _SIZES = (2, 3, 4, 5, 6, 7, 8, 16, 17, 100, 128, 1000, 4096, 4099)  # on which assertions are tried
-_WAY_OUT = "derive it from the input's shape"
 _BATCH, _LENGTH = 64, 4096  # at which a trace is run once more
 
 
 class SizesError(TraceError):
-    """The trace does not hold for all sizes of the inputs as they were named."""
+    """The trace does not hold for all sizes of the inputs. `export`: fails, and shows why, where `said` does not."""
+
+    def __init__(self, said: str, sizes: InputSizes, export: Callable[[], Any] | None = None) -> None:
+        super().__init__(said)
+        self._sizes, self._export = sizes, export
+
+    def told(self, model: nn.Module) -> TraceError:
+        """The refusal with the user's line."""
+        return refuse_size(model, self._sizes.dims, self._export) if self._export else self
 
 
 _Export = Callable[[nn.Module, InputSizes], ExportedProgram]
@@ -61,7 +69,8 @@ def check_sizes(model: nn.Module, exported: ExportedProgram, sizes: InputSizes, 
                 raise SizesError(
                     f"tracing failed{where}: forward depends on its batch or sequence size there: it was traced where "
                     f"{expression.subs(names)}, which is not so for {', '.join(f'{k}={n}' for k, n in at.items())}: "
-                    f"{_WAY_OUT}"
+                    "derive it from the input's shape",
+                    sizes,
                 )
 
 
@@ -113,17 +122,6 @@ def symbol_names(exported: ExportedProgram, sizes: InputSizes) -> dict[sympy.Sym
                 (symbol,) = traced.node.expr.free_symbols
                 names[symbol] = size / traced.node.expr.coeff(symbol)
     return names
-
-
-def fixed_size(model: nn.Module, sizes: InputSizes) -> str:
-    """What to say of a model that runs at its example's sizes alone, with the place where it fails at another."""
-    length = sizes.values[S]
-    for name, others in ((S, other_lengths(length)), (B, [2 * sizes.values[B]])):
-        for n in others:
-            if where := sizes.at({name: n}).failure(model):
-                said = f"{name}={n} fails, {name}={sizes.values[name]} runs"
-                return f"tracing failed{where}: the model fixes its batch or sequence size there ({said}): {_WAY_OUT}"
-    return f"tracing failed: the model fixes its batch or sequence size: {_WAY_OUT}"
 
 
 def one_length(model: nn.Module, sizes: InputSizes) -> FixedLength | None:
