@@ -6,7 +6,7 @@ The trace is the training IR before decomposition, with batch and sequence as sy
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -81,21 +81,22 @@ def _meta_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def _export(model: nn.Module, first: InputSizes) -> tuple[ExportedProgram, InputSizes]:
-    """Export for as many sizes of the inputs as the model allows: with the first guess or another relation of them,
-    else at the one length that it takes."""
-    try:
-        return _export_at(model, first), first
-    except SizesError as error:
-        refused = error
-    for sizes in islice(other_sizes(first, model), _MOST_EXPORTS):
+    """Export for as many sizes of the inputs as the model allows."""
+    refused: list[SizesError] = []
+    for sizes in _relations(model, first):
         try:
             return _export_at(model, sizes), sizes
         except SizesError as error:
-            refused = error
+            refused.append(error)
+    raise next((error for error in refused if str(error)), None) or refused[0].told(model)
+
+
+def _relations(model: nn.Module, first: InputSizes) -> Iterator[InputSizes]:
+    """What the sizes of the inputs may be: the first guess, what the model runs with, the one length that it takes."""
+    yield first
+    yield from islice(other_sizes(first, model), _MOST_EXPORTS)
     if one_length(model, first):
-        fixed = first.fixed_at({S: first.values[S]})
-        return _export_at(model, fixed), fixed
-    raise refused.told(model)
+        yield first.fixed_at({S: first.values[S]})
 
 
 def _export_at(model: nn.Module, sizes: InputSizes) -> ExportedProgram:

@@ -71,13 +71,11 @@ class InputSizes:
         roots = {B: Dim("b", min=1), S: Dim("s", min=-(-2 // part), max=LONGEST // part)}
 
         def dim(size: sympy.Expr) -> Any:
-            symbol = next(iter(size.free_symbols), None)
-            if symbol is None:
-                return Dim.STATIC
+            (symbol,) = size.free_symbols
             times = int(size.coeff(symbol) * (part if symbol == S else 1))
             return times * roots[symbol] if times > 1 else roots[symbol]
 
-        named = {name: {d: dim(size) for d, size in dims.items()} for name, dims in self.dims.items()}
+        named = {name: {d: dim(n) for d, n in of.items() if n.free_symbols} for name, of in self.dims.items()}
         return {name: named.get(name) for name in self.inputs}
 
     def failure(self, model: nn.Module) -> str | None:

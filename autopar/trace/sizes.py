@@ -67,7 +67,7 @@ def check_sizes(model: nn.Module, exported: ExportedProgram, sizes: InputSizes, 
                 at = dict(_ours(names[symbol], n) for symbol, n in values.items())
                 where = difference(model, exported, sizes, at, export) or ""
                 raise SizesError(
-                    f"tracing failed{where}: forward depends on its batch or sequence size there: it was traced where "
+                    f"tracing failed{where}: the model fixes its batch or sequence size there: it was traced where "
                     f"{expression.subs(names)}, which is not so for {', '.join(f'{k}={n}' for k, n in at.items())}: "
                     "derive it from the input's shape",
                     sizes,

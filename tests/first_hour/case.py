@@ -24,13 +24,17 @@ VOCABULARY = 64
 
 @dataclass(frozen=True)
 class Case:
-    """A model with example inputs. pins: of the plan "as pinned"; plans: the names of those that are legal."""
+    """A model with example inputs. pins: of the plan "as pinned"; plans: the names of those that are legal.
+
+    slow: others of its kind are in `make test`.
+    """
 
     name: str
     build: Callable[[], nn.Module]
     inputs: Mapping[str, Any]
     pins: Mapping[str, Any] = field(default_factory=dict)
     plans: tuple[str, ...] = ALL
+    slow: bool = False
 
 
 def ids(tokens: int = 8) -> Tensor:

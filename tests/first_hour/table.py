@@ -9,6 +9,7 @@ from . import (
     in_batch,
     kept_whole,
     learned_queries,
+    lengths,
     named_loss,
     no_layers,
     operators,
@@ -35,4 +36,5 @@ CASES: tuple[Case, ...] = (
     *shared_layers.CASES,
     *sliced_table.CASES,
     *repeated_bias.CASES,
+    *lengths.CASES,
 )
