@@ -39,6 +39,8 @@ class RepeatHeads:
 
 def _repeat(node: fx.Node, ranks: int) -> None:
     q, k, v = node_inputs(node)[:3]
+    if not all(info(n).shape[1].is_Integer for n in (q, k)):  # parts of a sequence, or no heads at all
+        return
     heads, groups = (int(info(n).shape[1]) for n in (q, k))
     times = next((n for n in range(1, heads // groups + 1) if heads % (groups * n) == groups * n % ranks == 0), 1)
     if times == 1:

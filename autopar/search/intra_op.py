@@ -262,8 +262,11 @@ def _no_placement(program: Program, axis: Axis, layout: Layout) -> str:
     """Which sizes stand in the way: no collective runs along a dim whose shards would differ in size."""
     dims = {int(n) for t in program.parameters.values() for n in t.shape if n.is_Integer and len(t.shape) > 1}
     uneven = ", ".join(str(n) for n in sorted(dims) if n % axis.size) or "none of the parameters'"
-    length = axis.values.get(S, 0) if layout.sequence else 0
-    sequence = f"; nor is the sequence of {length}" if length % axis.size else ""
+    lengths = {
+        n for _, node in program.each_op() for n in info(node).shape if layout.sequence and n.free_symbols == {S}
+    }
+    odd = sorted({(axis.number(n), str(n)) for n in lengths if not axis.even(n)})
+    sequence = "".join(f"; nor is the sequence of {n}{f' ({size})' * (size != 's')}" for n, size in odd)
     return f"no legal {layout.name} placement over {axis.size}: widths not divisible by it: {uneven}{sequence}"
 
 

@@ -27,7 +27,7 @@ from .loss_shapes import LossShapes
 from .opaque import Opaque
 from .refusals import explain
 from .signature import check_inputs, name_keywords
-from .sizes import SizesError, check_sizes, holds, one_length
+from .sizes import SizesError, check_sizes, difference, holds, one_length
 
 _MOST_SUGGESTIONS = 6  # of torch, that are followed one after the other
 _MOST_EXPORTS = 3  # of other relations between the inputs' sizes
@@ -63,7 +63,11 @@ def trace(
     program = opaque.complete(Importer(model, exported, sizes, batch_norm).program())
     if first.has_sequence and not sizes.has_sequence:
         return replace(program, fixed_length=one_length(shadow, first), sequence_range=(first.values[S],) * 2)
-    return program
+    low, high = program.sequence_range
+    here = {S: first.values[S]}
+    if here[S] < low and sizes.has_sequence and difference(shadow, exported, sizes, here, _export_at) is None:
+        low = here[S]  # of one part, which torch takes for a size of its own
+    return replace(program, sequence_range=(low, high))
 
 
 def _meta_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:

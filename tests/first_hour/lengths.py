@@ -252,7 +252,7 @@ class Ends(Model):
 LM = {"ids": ids(), "labels": ids()}
 ONE = {name: tensor[:1] for name, tensor in LM.items()}
 FRAMES = {"frames": torch.zeros(2, 32, 8), "labels": ids()}
-IMAGE = {"image": torch.zeros(2, 3, 6), **LM}
+IMAGE = {"image": torch.zeros(2, 4, 6), **LM}
 
 CASES = (
     Case("causal_buffer", CausalBuffer, LM),
