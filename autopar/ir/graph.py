@@ -232,41 +232,7 @@ class Program:
     shapes too. mutated: buffers that forward updates. opaque: modules that are kept whole, by name. persistent: the
     buffers of the model's state_dict, of which `buffers` holds those that the loss reads. stages, recompute and regions
     (block → what backward computes again in layers of that class) are set by the passes. zigzag: of 2·cp chunks of the
-    sequence, rank r of cp has r and 2·cp − 1 − r, as later queries meet more keys. padding: of samples shorter than `s`.
-    """
-
-    name: str
-    ops: tuple[str, ...]
-    always: bool
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A pipeline stage: its layers [start, stop), and the values it gets from and gives to its neighbours."""
-
-    start: int
-    stop: int
-    receives: tuple[str, ...] = ()
-    sends: tuple[str, ...] = ()
-
-
-# Names of the blocks that are not layers; "count" is called by no call: it has this rank's
-# shares of the counts of the global batch, in their order; a program without counts has no such block.
-MODEL, TABLES, PROLOGUE, EPILOGUE, COUNT = "model", "tables", "prologue", "epilogue", "count"
-BETWEEN = "between"  # "between2", …: what a model does between two of its layers; placed and counted like a layer
-
-
-@dataclass(frozen=True)
-class Program:
-    """A model as calls of blocks, with what lies outside them.
-
-    name: class name of the model. tied: alias → original parameter name. fused: original name → parts. sequence_range:
-    lengths of `s` for which the trace holds, of the multiples of sequence_multiple; fixed_length: of one alone, in
-    shapes too. mutated: buffers that forward updates. opaque: modules that are kept whole, by name. persistent: the
-    buffers of the model's state_dict, of which `buffers` holds those that the loss reads. stages, recompute and regions
-    (block → what backward computes again in layers of that class) are set by the passes.
-    zigzag: of 2·cp chunks of the sequence, rank r of cp has r and 2·cp − 1 − r, for later queries of causal attention
-    meet more keys. padding: of the inputs, where samples are shorter than `s`.
+    sequence, rank r of cp has r and 2·cp − 1 − r: later queries meet more keys. padding: of samples shorter than `s`.
     """
 
     name: str
