@@ -45,7 +45,7 @@ def test_a_checkpoint_is_read(folder: Path) -> None:
     sizes = {key: tuple(found.size) for key, found in saved_tensors(folder).items()}
     assert sizes == {"model.w": (3, 4), "model.b": (2,)}
     read = torch.zeros(3, 4)
-    read_pieces(folder, {"model.w": [piece_of(read)]})
+    read_pieces(folder, {"model.w": [piece_of(read)], "model.b": [piece_of(torch.zeros(2))]})
     assert torch.equal(read, W)
 
 
@@ -87,7 +87,7 @@ def test_a_hostile_list_is_not_loaded(name: str, folder: Path, hostile: Hostile)
     with pytest.raises(ValueError, match=r"\.metadata is damaged, or no list of tensors"):
         saved_tensors(folder)
     with pytest.raises(AssertionError, match=r"\.metadata is damaged, or no list of tensors"):  # torch's, of ours
-        read_pieces(folder, {"model.w": [piece_of(torch.zeros(3, 4))]})
+        read_pieces(folder, {"model.w": [piece_of(torch.zeros(3, 4))], "model.b": [piece_of(torch.zeros(2))]})
 
 
 @pytest.mark.parametrize("length", [0, 1, 100])
@@ -105,7 +105,7 @@ def test_a_hostile_tensor_is_not_loaded(form: Callable[[Hostile], bytes], folder
     items = {key: replace(item, offset=0, length=len(data)) for key, item in changed(folder).storage_data.items()}
     (folder / ".metadata").write_bytes(pickle.dumps(changed(folder, storage_data=items)))
     with pytest.raises(pickle.UnpicklingError, match="weights_only|Weights only"):
-        read_pieces(folder, {"model.w": [piece_of(torch.zeros(3, 4))]})
+        read_pieces(folder, {"model.w": [piece_of(torch.zeros(3, 4))], "model.b": [piece_of(torch.zeros(2))]})
 
 
 def test_a_hostile_object_is_not_loaded(tmp_path: Path, hostile: Hostile) -> None:
