@@ -28,7 +28,6 @@ from ..ir.graph import (
     Program,
     Role,
     info,
-    is_count,
     node_inputs,
     op_name,
     set_info,
@@ -128,8 +127,8 @@ def _foreign(runs: list[Segment]) -> dict[fx.Node, list[fx.Node]]:
     for segment in runs:
         for reader in segment.nodes if segment.is_layer else ():
             for node in reader.all_input_nodes:
-                of_model = info(node).role in (Role.PARAMETER, Role.BUFFER) and not is_count(info(node))
-                if of_model and not info(node).ref.startswith(f"{segment.path}."):
+                kept = info(node).role in (Role.PARAMETER, Role.BUFFER)
+                if kept and not info(node).ref.startswith(f"{segment.path}."):
                     found.setdefault(node, []).append(reader)
     return found
 

@@ -1,4 +1,4 @@
-"""Layers that are used several times, with parameters of the model between their uses."""
+"""Layers that read what is the model's: its parameters, between the uses of one layer, and its counts of targets."""
 
 from __future__ import annotations
 
@@ -60,9 +60,37 @@ class Universal(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+class Judged(nn.Module):
+    """A layer that gives a loss of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        x = x + self.inner(x).relu()
+        return x, F.cross_entropy(x.flatten(0, 1), labels.flatten())
+
+
+class DeepLosses(nn.Module):
+    """Deep supervision: each layer's mean loss is over the targets of the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.blocks = nn.Embedding(16, 16), nn.ModuleList(Judged() for _ in range(2))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x, losses = self.emb(ids), []
+        for block in self.blocks:
+            x, loss = block(x, labels)
+            losses.append(loss)
+        return torch.stack(losses).sum()
+
+
 _LM = {"ids": ids(), "labels": ids()}
 CASES = (
     Case("shared glue", SharedGlue, _LM, plans=WITHOUT_PP),
     Case("layer scale", LayerScale, _LM),
+    Case("losses of layers", DeepLosses, _LM),
     Case("universal", Universal, _LM, plans=WITHOUT_PP),
 )
