@@ -6,7 +6,7 @@ READY := .venv/.ready
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check test-all bench format
+.PHONY: help demo test check test-all bench hf-sweep format
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | column -t -s '|'
@@ -28,6 +28,9 @@ test-all: $(READY) ## the tests and the long walks
 
 bench: $(READY) ## print the benchmarks and write them to tests/benchmarks/results
 	$(BIN)/python -m tests.benchmarks.run
+
+hf-sweep: $(READY) ## plan every Hugging Face class of a few kinds, small, and write tests/sweep/results.json
+	$(BIN)/python -m tests.sweep
 
 format: $(READY) ## rewrite the sources as ruff wants them
 	$(BIN)/ruff check --fix .

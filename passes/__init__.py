@@ -23,12 +23,14 @@ from .read_positions import ReadPositions
 from .repeat_heads import RepeatHeads
 from .shard_parameters import ShardParameters
 from .share_masks import ShareMasks
+from .split_complex import SplitComplex
 from .split_parameters import SplitParameters
 from .split_projections import SplitProjections
 from .split_stages import SplitStages
 
 PREPARE: tuple[Pass, ...] = (
     Clean(),  # first: the patterns below are written for canonical casts and views
+    SplitComplex(),  # before others know sums and products: it writes some
     FitLiterals(),
     ReadPositions(),
     ReadMasks(),

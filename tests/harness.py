@@ -43,6 +43,7 @@ __all__ = [
     "Reference",
     "assert_golden",
     "assert_parity",
+    "cast",
     "raise_float32",
     "reference_run",
     "relative_errors",
@@ -280,6 +281,11 @@ class Reference:
     weights: dict[str, Tensor]
 
 
+def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The model in `dtype`; complex tables stay what they are (`Module.to` takes their real part)."""
+    return model.double() if dtype == torch.float64 else model.to(dtype)
+
+
 def reference_run(
     model: nn.Module,
     batches: Sequence[Mapping[str, Tensor]],
@@ -294,7 +300,7 @@ def reference_run(
     copy and the floating inputs first. A float64 model runs under `raise_float32`. Parameters without a gradient have
     zeros in `gradients`. `model` itself stays as it is.
     """
-    model = copy.deepcopy(model).to(dtype=dtype) if dtype is not None else copy.deepcopy(model)
+    model = cast(copy.deepcopy(model), dtype) if dtype is not None else copy.deepcopy(model)
     optimizer = optimizer_factory(model.parameters())
     losses, gradients, norms = [], [], []
     in_double = any(parameter.dtype is torch.float64 for parameter in model.parameters())

@@ -119,12 +119,15 @@ def _attention(
 
 
 def _mask(*args: Any, mask_function: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
-    """No tensor for the plain causal mask without padding; HF's own mask otherwise."""
+    """No tensor for the plain causal mask without padding, unless the model reads it too; HF's own mask otherwise."""
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     plain = mask_function is None or mask_function is causal_mask_function
-    if plain and attention_mask is None:
+    read = getattr(kwargs.get("config"), "index_topk", None) is not None  # sparse attention ranks what it allows
+    if plain and attention_mask is None and not read:
         return None
+    if read:
+        kwargs["allow_is_causal_skip"] = False
     more: dict[str, Any] = {} if mask_function is None else {"mask_function": mask_function}
     make: Any = sdpa_mask
     return make(*args, attention_mask=attention_mask, **more, **kwargs)

@@ -35,8 +35,7 @@ class Weights:
 
 def weights_of(model: nn.Module, factory: Callable[[], nn.Module] | None = None) -> Weights:
     """Values of a model with real weights; of a meta model its recorded initialisation and real buffers."""
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    values = {name: tensor.detach() for name, tensor in named if not tensor.is_meta}
+    values = {name: tensor for name, tensor in tensors_of(model).items() if not tensor.is_meta}
     meta = [name for name, tensor in model.named_parameters(remove_duplicate=False) if tensor.is_meta]
     hollow = [name for name, tensor in model.named_buffers() if tensor.is_meta]
     if not meta and not hollow:
@@ -44,7 +43,8 @@ def weights_of(model: nn.Module, factory: Callable[[], nn.Module] | None = None)
     recipes: dict[str, Recipe] = {}
     if factory is not None:
         recipes, copied = _record(factory)
-        values |= copied | _factory_buffers(factory, hollow)
+        tables = [name for name, tensor in _plain(model) if tensor.is_meta]
+        values |= copied | _factory_buffers(factory, [*hollow, *tables])
     elif is_huggingface(model):
         recipes, copied = _record_huggingface(model)
         values |= copied | _huggingface_buffers(model, hollow)
@@ -55,6 +55,17 @@ def weights_of(model: nn.Module, factory: Callable[[], nn.Module] | None = None)
         )
     missing = tuple(name for name in meta if name not in recipes and name not in values)
     return Weights(values, {name: recipe for name, recipe in recipes.items() if name in meta}, missing)
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by every name, and the tensors that are plain attributes of modules (Meta's tables)."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: tensor.detach() for name, tensor in (*named, *_plain(model))}
+
+
+def _plain(model: nn.Module) -> list[tuple[str, Tensor]]:
+    modules = model.named_modules(remove_duplicate=False)
+    return [(f"{p}.{n}".lstrip("."), t) for p, m in modules for n, t in vars(m).items() if isinstance(t, Tensor)]
 
 
 def build_on_meta(factory: Callable[[], nn.Module]) -> nn.Module:
@@ -204,8 +215,8 @@ def _factory_buffers(factory: Callable[[], nn.Module], names: list[str]) -> dict
         return {}
     with _hollow_parameters(), _NoDraws():  # type: ignore[no-untyped-call]
         model = factory()
-    buffers = dict(model.named_buffers())
-    return {name: buffers[name] for name in names if name in buffers}
+    tensors = tensors_of(model)
+    return {name: tensors[name] for name in names if name in tensors}
 
 
 class _NoDraws(TorchDispatchMode):

@@ -40,6 +40,9 @@ class Taken:
     def draw(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
         """Normal numbers of a random scale a row, flags, or zeros and ones as ids."""
         shape = [int(n.subs(dict(sizes))) for n in self.shape]
+        if self.dtype.is_complex:
+            real = torch.float64 if self.dtype == torch.complex128 else torch.float32
+            return torch.view_as_complex(Taken((*self.shape, sympy.Integer(2)), real).draw(sizes, generator))
         if self.dtype == torch.bool:
             return torch.rand(shape, generator=generator) < 0.5
         if not self.dtype.is_floating_point:

@@ -31,6 +31,7 @@ from ..progress import progress
 from ..request import Job
 from ..rules.random import draws
 from ..trace.huggingface import without_cache
+from ..trace.initialise import tensors_of
 from ..trace.moe import written_experts
 from ..trace.opaque import opaque_modules
 from .ranks import Task, relative, run_task, steps_done
@@ -82,8 +83,7 @@ def train_reference(
     drawing: bool = False,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The weights that a model begins with, and what training it gives; PlanError where its loss is no number."""
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
-    weights = {name: tensor.detach().clone() for name, tensor in named}
+    weights = {name: tensor.clone() for name, tensor in tensors_of(model).items()}
     with progress("training the original", len(batches)) as so_far, written_experts(model), without_cache(model):
         reference = train_original(model, so_far.over(batches), constants, _optimizer(model, plan), drawing)
     if not all(map(math.isfinite, reference["losses"])):

@@ -35,7 +35,7 @@ from autopar.search.layouts import MEGATRON, RING, Layout, context_axis
 from autopar.search.op_costs import Costs, TimeCosts
 from autopar.trace.opaque import opaque_modules
 from tests import models
-from tests.harness import Reference, reference_run, run_ranks
+from tests.harness import Reference, cast, reference_run, run_ranks
 
 VOCABULARY = models.VOCABULARY
 SEQUENCE, GLOBAL_BATCH, STEPS = 16, 12, 5
@@ -183,7 +183,7 @@ def subject(
         for parameter in model.parameters():
             noise = torch.empty(parameter.shape).normal_(0, 0.1, generator=generator)
             parameter.copy_(1.5 * noise if parameter.dim() > 1 else parameter + noise)
-        model.to(stored).train()
+        cast(model, stored).train()
     if program is None:
         ids = torch.zeros(2, SEQUENCE, dtype=torch.long)
         program = models.layered(model, {"input_ids": ids, "labels": ids}, dtype)

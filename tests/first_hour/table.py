@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from . import (
     checks,
+    complex_rotary,
     fixed_length,
     frozen_parts,
     in_batch,
@@ -37,4 +38,5 @@ CASES: tuple[Case, ...] = (
     *sliced_table.CASES,
     *repeated_bias.CASES,
     *lengths.CASES,
+    *complex_rotary.CASES,
 )

@@ -26,6 +26,7 @@ from tests.sweep.configs import VOCABULARY, shrink
 
 SEQUENCE, BATCH = 16, 2
 _SPECIAL = 4  # ids at both ends that models give a meaning
+_BATCH_NORM = ("refuse", "synchronise")  # without and with norms of batches, whose statistics the user must choose
 PLANNED, REFUSED, CRASHED, OWN = "planned", "refused", "crashed", "own forward fails"
 
 
@@ -93,7 +94,10 @@ def attempt(name: str, interpreted: bool = False, processes: bool = False) -> Ou
         at, failed = "forward", OWN
         loss_of(model(**batch)).backward()
         at, failed = "plan", CRASHED
-        result = autopar.parallelize(model, gpus=2, gpu="cpu", sequence=SEQUENCE, global_batch=16)
+        normed = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
+        result = autopar.parallelize(
+            model, gpus=2, gpu="cpu", sequence=SEQUENCE, global_batch=16, batch_norm=_BATCH_NORM[normed]
+        )
         at = "save"
         with tempfile.TemporaryDirectory() as folder:
             result.save(os.path.join(folder, "program"))
@@ -112,7 +116,7 @@ def interpret(model: nn.Module, batch: Mapping[str, Any]) -> float:
     """The largest error of loss and gradients of the traced program against the model's own, both in fp64."""
     raised = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in batch.items()}
     model = model.double()
-    program = prepare(model, raised, "fp64")
+    program = prepare(model, raised, "fp64", "synchronise")
     with raise_float32(), no_dropout(), written_experts(model):
         own = _gradients(model, lambda: loss_of(model(**raised)))
     with no_dropout():

@@ -83,9 +83,7 @@ def _number(name: str, value: Any, layers: Mapping[int, int], narrower: bool) ->
     most = next((most for pattern, most in _MOST.items() if pattern.fullmatch(name)), None)
     if most is not None:
         return min(value, most)
-    divided = narrower and _WIDTH.fullmatch(name) and value > WIDTH and value % WIDTH == 0
-    return (
-        (int(value) // WIDTH + 7) // 8 * 8
-        if divided and "intermediate" in name
-        else (int(value) // WIDTH if divided else value)
-    )
+    wide = narrower and _WIDTH.fullmatch(name) and value > WIDTH
+    divided = wide and (value % WIDTH == 0 or "intermediate" in name)
+    least = 8 if "intermediate" in name else 1  # grouped products want rows of whole 16 bytes
+    return -(-int(value) // WIDTH // least) * least if divided else value
