@@ -8,6 +8,7 @@ a parameter (the row of a padding token) is recorded with the part.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -159,7 +160,7 @@ def _storage(tensor: Tensor) -> int:
 
 def _record(factory: Callable[[], nn.Module]) -> tuple[dict[str, Recipe], dict[str, Tensor]]:
     recorder = _Recorder()
-    with recorder, torch.device("meta"):
+    with recorder, _truncated_normals(), torch.device("meta"):
         again = factory()
     return _recipes(recorder, again)
 
@@ -173,9 +174,31 @@ def _record_huggingface(model: nn.Module) -> tuple[dict[str, Recipe], dict[str, 
     shadow: Any = copy.deepcopy(model, memo)
     _forget_initialised(shadow)
     recorder = _Recorder()
-    with recorder, torch.no_grad():
+    with recorder, _truncated_normals(), torch.no_grad():
         shadow.initialize_weights()
     return _recipes(recorder, shadow)
+
+
+@contextmanager
+def _truncated_normals() -> Iterator[None]:
+    """Within: truncated normals on meta are drawn by ops in place. torch's own draws again what lies outside, so that
+    it does nothing on meta."""
+
+    def draw(tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None) -> Tensor:
+        if not tensor.is_meta:
+            return before(tensor, mean, std, a, b, generator)  # type: ignore[no-any-return]
+        width = std * math.sqrt(2)
+        low, high = (math.erf((bound - mean) / width) for bound in (a, b))
+        with torch.no_grad():
+            return tensor.uniform_(low, high).erfinv_().mul_(width).add_(mean).clamp_(a, b)
+
+    init: Any = nn.init
+    before = init._no_grad_trunc_normal_  # no public name is what both torch's and transformers' initialisers call
+    init._no_grad_trunc_normal_ = draw
+    try:
+        yield
+    finally:
+        init._no_grad_trunc_normal_ = before
 
 
 def _recipes(recorder: _Recorder, model: nn.Module) -> tuple[dict[str, Recipe], dict[str, Tensor]]:

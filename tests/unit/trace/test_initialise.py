@@ -176,3 +176,26 @@ def test_families_from_meta_need_no_init(name: str) -> None:
     expected = {n: float(p.std()) for n, p in zoo.FAMILIES[name].build().named_parameters() if n in spread}
     for parameter, std in expected.items():
         assert abs(spread[parameter] - std) < 0.2 * std + 1e-6, parameter
+
+
+def _truncated() -> nn.Module:
+    layer = nn.Linear(64, 64)
+    nn.init.trunc_normal_(layer.weight, mean=0.5, std=1.0, a=-0.5, b=1.0)
+    return layer
+
+
+def test_a_truncated_normal_is_drawn_within_its_bounds() -> None:
+    """Its mean and deviation are those of torch's own draws, which on meta do nothing."""
+    recipe = weights_of(build_on_meta(_truncated), _truncated).recipes["weight"]
+    drawn, own = draw(recipe, torch.Size((64, 64)), 0, "weight"), _truncated().weight
+    assert -0.5 <= drawn.min() and drawn.max() <= 1.0
+    torch.testing.assert_close(drawn.mean(), own.mean(), atol=0.03, rtol=0)
+    torch.testing.assert_close(drawn.std(), own.std(), atol=0.03, rtol=0)
+
+
+def test_vit_on_meta_has_all_its_values() -> None:
+    with torch.device("meta"):
+        model = zoo.FAMILIES["vit"].build()
+    weights = weights_of(model)
+    assert not weights.missing
+    assert {"vit.embeddings.cls_token", "vit.embeddings.position_embeddings"} <= weights.recipes.keys()
