@@ -188,7 +188,7 @@ def test_a_truncated_normal_is_drawn_within_its_bounds() -> None:
     """Its mean and deviation are those of torch's own draws, which on meta do nothing."""
     recipe = weights_of(build_on_meta(_truncated), _truncated).recipes["weight"]
     drawn, own = draw(recipe, torch.Size((64, 64)), 0, "weight"), _truncated().weight
-    assert -0.5 <= drawn.min() and drawn.max() <= 1.0
+    assert drawn.min() >= -0.5 and drawn.max() <= 1.0
     torch.testing.assert_close(drawn.mean(), own.mean(), atol=0.03, rtol=0)
     torch.testing.assert_close(drawn.std(), own.std(), atol=0.03, rtol=0)
 
