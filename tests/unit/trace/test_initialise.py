@@ -178,7 +178,7 @@ def test_families_from_meta_need_no_init(name: str) -> None:
         assert abs(spread[parameter] - std) < 0.2 * std + 1e-6, parameter
 
 
-def _truncated() -> nn.Module:
+def _truncated() -> nn.Linear:
     layer = nn.Linear(64, 64)
     nn.init.trunc_normal_(layer.weight, mean=0.5, std=1.0, a=-0.5, b=1.0)
     return layer
@@ -187,10 +187,10 @@ def _truncated() -> nn.Module:
 def test_a_truncated_normal_is_drawn_within_its_bounds() -> None:
     """Its mean and deviation are those of torch's own draws, which on meta do nothing."""
     recipe = weights_of(build_on_meta(_truncated), _truncated).recipes["weight"]
-    drawn, own = draw(recipe, torch.Size((64, 64)), 0, "weight"), _truncated().weight
-    assert drawn.min() >= -0.5 and drawn.max() <= 1.0
-    torch.testing.assert_close(drawn.mean(), own.mean(), atol=0.03, rtol=0)
-    torch.testing.assert_close(drawn.std(), own.std(), atol=0.03, rtol=0)
+    values, own = draw(recipe, torch.Size((64, 64)), 0, "weight"), _truncated().weight
+    assert values.min() >= -0.5 and values.max() <= 1.0
+    torch.testing.assert_close(values.mean(), own.mean(), atol=0.03, rtol=0)
+    torch.testing.assert_close(values.std(), own.std(), atol=0.03, rtol=0)
 
 
 def test_vit_on_meta_has_all_its_values() -> None:
