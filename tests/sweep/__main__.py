@@ -24,7 +24,6 @@ from tabulate import tabulate
 from tests.sweep.attempt import CRASHED, OWN, PLANNED, REFUSED, Outcome, attempt, silent
 
 KINDS = ("CausalLM", "MaskedLM", "SequenceClassification", "ImageClassification", "ConditionalGeneration")
-BAR = 0.9  # of the classes whose own forward runs
 _TIMEOUT_S = 300.0
 
 
@@ -117,7 +116,7 @@ def _ended(name: str, process: Any, receiver: Connection, begin: float, timeout:
 
 
 def summary(outcomes: list[Outcome], kinds: dict[str, str]) -> str:
-    """The table by kind, then the reasons, most frequent first."""
+    """The table by kind."""
     rows = []
     for kind in KINDS:
         counts = Counter(o.outcome for o in outcomes if kinds[o.name] == kind)
