@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._sympy.functions import FloorDiv, Mod
 
-from autopar.emit.text import attribute, commented, docstring, fenced, literal, quoted, size_text
+from autopar.emit.text import attribute, commented, docstring, fenced, literal, quoted, size_from, size_text
 from autopar.errors import PlanError
 from autopar.ir.graph import B, S
+from autopar.ir.sizes import dims_of
 
 SIZES = {
     "64": sympy.Integer(64),
@@ -104,3 +105,24 @@ def test_attributes() -> None:
     assert attribute("layers.3.mlp.weight", "parameter") == "self.layers[3].mlp.weight"
     for path in ("0.weight", "a-b.weight", "layers.007.x", "x.class", "x.__y", "x.\ufb01"):
         assert attribute(path, "buffer") == f"self.get_buffer({quoted(path)})"
+
+
+@pytest.mark.parametrize(
+    ("size", "source"),
+    [
+        (S, "x.shape[1]"),
+        (4 * S, "x.shape[1] // 4"),
+        (S / 2, "x.shape[1] * 2"),
+        (S + 4, "x.shape[1] - 4"),
+        (S / 2 + 2, "(x.shape[1] - 2) * 2"),
+        (3 * S / 2 + 1, "(x.shape[1] - 1) * 2 // 3"),
+    ],
+)
+def test_a_size_is_read_off_one_that_it_is_part_of(size: sympy.Expr, source: str) -> None:
+    assert size_from("x.shape[1]", size, S) == source
+
+
+def test_the_plainest_dim_tells_a_size() -> None:
+    assert dims_of((B, S + 4, S, 16)) == {B: 0, S: 2}
+    assert dims_of((B * S, S + 4)) == {S: 1}
+    assert dims_of((B * S, sympy.Integer(16))) == {}
