@@ -18,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # torch
 
 from ..errors import TraceError
 from ..ir.graph import B, S, arguments, op_name
+from ..ir.identifiers import is_plain
 from ..ir.lengths import FixedLength
 from .input_sizes import InputSizes, other_lengths
 from .refusals import refuse_size
@@ -83,6 +84,9 @@ def _ours(expression: sympy.Expr, size: int) -> tuple[sympy.Symbol, int]:
 def holds(exported: ExportedProgram, sizes: InputSizes) -> bool:
     """Whether a trace runs at a larger batch and another length: torch drops guards on products of two sizes."""
     other = sizes.at({name: _other_size(exported, sizes, name) for name in sizes.values})
+    names = (*exported.state_dict, *exported.constants)
+    if not all(map(_is_written, ".".join(names).split("."))):
+        return True  # not tried: the module is source that torch writes and runs, and it would run these names
     module = exported.module()
     return _runs(module, other) or not _runs(module, sizes)  # what does not run on meta at all tells nothing
 
@@ -139,6 +143,11 @@ def _other_size(exported: ExportedProgram, sizes: InputSizes, name: sympy.Symbol
             wanted = int((_BATCH if name == B else _LENGTH) * part)
             return int(min(max(wanted, bounds.lower), bounds.upper) / part)
     return sizes.values[name]
+
+
+def _is_written(name: str) -> bool:
+    """Whether torch's source of a module reads a name as that name: an attribute, or a string that it does not end."""
+    return is_plain(name) or not name.isidentifier() and name.isprintable() and not {'"', "\\"} & {*name}
 
 
 def _runs(module: nn.Module, sizes: InputSizes) -> bool:
