@@ -326,7 +326,7 @@ def train_and_compare(
     for step, batch in enumerate(data):
         results.append(trainer.step(local_batch(trainer, batch)))
         if step == 0:
-            gradients = trainer.gradients()
+            gradients = {name: gradient.clone() for name, gradient in trainer.gradients().items()}  # a buffer's, maybe
     losses = [_relative(r.loss, expected) for r, expected in zip(results, reference.losses, strict=True)]
     norms = [_relative(r.grad_norm, expected) for r, expected in zip(results, reference.norms, strict=True)]
     state = trainer.state_dict()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
@@ -18,15 +19,17 @@ from torch import nn
 from autopar.errors import PlanError
 from autopar.plan import Plan
 from autopar.request import with_loss
+from autopar.same_draws import same_draws
 from autopar.search.layouts import FREE, MEGATRON, MEGATRON_SP
 from tests import models
 from tests.distributed.programs import Subject, parity, subject
 from tests.distributed.test_random_plans import RandomCosts
+from tests.fuzz.first_hour_models import HourModel, HourSpec, hour_batch, hour_specs
 from tests.fuzz.random_models import ModelSpec, RandomModel, batch_of, loss_of, model_specs
 
 SAMPLES, SEQUENCE, STEPS = 4, 8, 2
 LAYOUTS = {layout.name: layout for layout in (FREE, MEGATRON, MEGATRON_SP)}
-LEAST_RUN = 0.7
+LEAST_RUN, LEAST_HOUR_RUN = 0.7, 0.4
 
 
 @dataclass(frozen=True)
@@ -85,8 +88,15 @@ def plan_of(made: Subject, spec: PlanSpec) -> Plan:
     )
 
 
-def fuzz(examples: int, seed_: int) -> tuple[int, Counter[str]]:
-    """How many ran, all of them exact, and how many were refused for which reason."""
+def hour_subject(spec: HourSpec) -> Subject:
+    model = models.seeded(lambda: HourModel(spec, SEQUENCE), meta=False)
+    data = [hour_batch(spec, SAMPLES, SEQUENCE, step) for step in range(STEPS)]
+    inputs = {name: value[:2] for name, value in data[0].items()}
+    return subject(model, torch.float64, models.layered(model, inputs, torch.float64), data)
+
+
+def fuzz(examples: int, seed_: int, hour: bool = False) -> tuple[int, Counter[str]]:
+    """How many ran, all of them exact, and how many were refused for which reason. hour: models of the first hour."""
     ran = 0
     refused: Counter[str] = Counter()
 
@@ -95,17 +105,19 @@ def fuzz(examples: int, seed_: int) -> tuple[int, Counter[str]]:
         max_examples=examples, deadline=None, database=None, phases=[Phase.generate], report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
-    @given(model_specs(), plan_specs())
-    def one(model: ModelSpec, plan: PlanSpec) -> None:
+    @given(hour_specs() if hour else model_specs(), plan_specs())
+    def one(model: ModelSpec | HourSpec, plan: PlanSpec) -> None:
         nonlocal ran
         try:
-            made = subject_of(model)
+            made = hour_subject(model) if isinstance(model, HourSpec) else subject_of(model)
             chosen = plan_of(made, plan)
             made.source(chosen)
         except PlanError as error:
             refused[_reason(error)] += 1
             return
-        errors = parity(made, chosen, timeout=90)
+        noisy = isinstance(model, HourSpec) and model.noise != "none"
+        with same_draws() if noisy else nullcontext():  # which the forked ranks are in, too
+            errors = parity(made, chosen, timeout=90)
         assert errors.worst <= 1e-9, errors
         ran += 1
 
@@ -119,16 +131,27 @@ def _reason(error: PlanError) -> str:
     return f"{type(error).__name__}: {text[:90]}"
 
 
-def check(examples: int, seed_: int) -> None:
-    ran, refused = fuzz(examples, seed_)
+def check(examples: int, seed_: int, hour: bool = False) -> None:
+    ran, refused = fuzz(examples, seed_, hour)
     listing = "\n".join(f"  {n} × {reason}" for reason, n in refused.most_common())
     print(f"{ran} random models ran exactly, {refused.total()} were refused:\n{listing}")
-    assert ran >= LEAST_RUN * (ran + refused.total()), listing
+    assert ran >= (LEAST_HOUR_RUN if hour else LEAST_RUN) * (ran + refused.total()), listing
 
 
 @pytest.mark.parametrize("group", range(4))
 def test_random_models(group: int) -> None:
     check(10, group)
+
+
+@pytest.mark.parametrize("group", range(2))
+def test_random_models_of_the_first_hour(group: int) -> None:
+    check(5, 200 + group, hour=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", range(10))
+def test_many_random_models_of_the_first_hour(group: int) -> None:
+    check(30, 300 + group, hour=True)
 
 
 @pytest.mark.slow
