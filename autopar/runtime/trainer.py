@@ -239,7 +239,7 @@ class Trainer:
             raise ValueError(f"the batch has {', '.join(batch)}, but this program takes {', '.join(taken)}")
         samples, length = planned.global_batch // planned.dp, planned.tokens
         lengths = [x.shape[1] for x in batch.values() if x.dim() == 2 and not x.is_floating_point()]
-        other_length = planned.vocabulary is not None and max(lengths, default=length) != length
+        other_length = planned.vocabulary is not None and bool(lengths) and length not in lengths
         other_length |= any(batch[name].shape[dim] != length for name, dim, _ in planned.padding)
         if other_length or any(x.shape[:1] != (samples,) for x in batch.values()):
             shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in batch.items())
