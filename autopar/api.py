@@ -252,16 +252,17 @@ class Parallelized:
         return verify_plan(self.job, self.plan, steps)
 
     def _predicted(self, plan: Plan) -> Predicted:
+        unit = self.job.cluster.unit
         if plan.mesh != self.plan.mesh:
-            return Predicted()
+            return Predicted(unit=unit)
         values = {B: plan.micro_batch, S: plan.sequence // plan.mesh.cp}  # costs are those of a rank of cp
         micro_batches = plan.accumulation * plan.mesh.dp
         flops = float(self.result.chosen.model.unsharded_flops.subs(values)) * micro_batches
         estimate = self.estimate
         peak = self.job.cluster.hardware.peak(plan.precision)
         if plan != self.plan:
-            return Predicted(flops_per_step=3 * flops, peak_flops=peak)
-        return Predicted(estimate.step_time_s, 3 * flops, peak, estimate.peak_bytes, estimate.mfu)
+            return Predicted(flops_per_step=3 * flops, peak_flops=peak, unit=unit)
+        return Predicted(estimate.step_time_s, 3 * flops, peak, estimate.peak_bytes, estimate.mfu, unit)
 
 
 def make_pins(pins: Mapping[str, Any]) -> Pins:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -26,6 +27,7 @@ examples:
   autopar verify examples.llama:tiny_llama --gpus 4 --gpu cpu --tp 2
   autopar verify gpt-4
 """
+COMMANDS = ("plan", "emit", "run", "verify")
 _INTERRUPTED = 130  # as shells have it: 128 + SIGINT
 
 
@@ -56,6 +58,8 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         words = message.removeprefix("unrecognized arguments: ").split() if message.startswith("unrec") else []
+        if chosen := re.search(r"invalid choice: '([^']*)' \(choose from", message):
+            raise PlanError(f"no command {chosen[1]!r}{nearest(chosen[1], COMMANDS)}; there are {', '.join(COMMANDS)}")
         known = [option for option in self.known_options if option.startswith("--")]
         near = next((near for word in words if (near := nearest(word.partition("=")[0], known))), "")
         raise PlanError(f"{message}{near} ({self.prog} --help lists what there is)")

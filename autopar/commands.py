@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -84,6 +85,8 @@ def verify(args: argparse.Namespace) -> int:
         comparison = verify_folder(Path(args.model), args.original, args.steps)
         print(comparison)
         return 0 if comparison.same else 1
+    if ":" not in args.model and os.sep in args.model and not Path(args.model).exists():
+        raise PlanError(f"{args.model} does not exist: name a saved program, a model, module:function, or a config")
     parity = _parallelized(args).verify(args.steps)
     print(parity)
     return 0 if parity.holds else 1

@@ -23,13 +23,17 @@ _SHAPES = 48  # the width of a comment beside a method's arguments
 
 @dataclass(frozen=True)
 class Predicted:
-    """What the cost model said of the plan, for the header and the log; `mfu` of 1, `peak_bytes` of the fullest GPU."""
+    """What the cost model said of the plan, for the header and the log; `mfu` of 1, `peak_bytes` of the fullest GPU.
+
+    unit: what the plan is spread over, "GPU" or "process" of a CPU.
+    """
 
     step_s: float | None = None
     flops_per_step: float | None = None
     peak_flops: float | None = None
     peak_bytes: float | None = None
     mfu: float | None = None
+    unit: str = "GPU"
 
 
 @dataclass

@@ -25,7 +25,7 @@ def docstring(program: Program, plan: Plan, predicted: Predicted, table: str) ->
     """The docstring with its quotes; `table` is the plan table, or nothing."""
     world = plan.mesh.world_size
     parts = [
-        f"{program.name}, distributed by autopar over {world} GPU{'s' if world > 1 else ''}.",
+        f"{program.name}, distributed by autopar over {world} {_units(predicted.unit, world)}.",
         "\n".join(
             [
                 f"plan       {plan_text(plan)}",
@@ -74,5 +74,11 @@ def _predicted(predicted: Predicted) -> str:
     if predicted.mfu is not None:
         parts.append(f"MFU {predicted.mfu:.1%}")
     if predicted.peak_bytes is not None:
-        parts.append(f"{predicted.peak_bytes / 2**30:.3g} GiB on the fullest GPU")
+        unit, unit_bytes = ("GiB", 2**30) if predicted.peak_bytes >= 2**29 else ("MiB", 2**20)
+        parts.append(f"{predicted.peak_bytes / unit_bytes:.3g} {unit} on the fullest {predicted.unit}")
     return ", ".join(parts)
+
+
+def _units(unit: str, count: int) -> str:
+    """ "GPU", "GPUs", "process", "processes"."""
+    return unit if count == 1 else f"{unit}es" if unit.endswith("s") else f"{unit}s"

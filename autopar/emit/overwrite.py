@@ -19,7 +19,8 @@ def check_folder(folder: Path, overwrite: bool | Collection[str] = False) -> Non
     """
     for part in (folder, *folder.parents):
         if part.exists() and not part.is_dir():
-            raise PlanError(f"{folder}: {part} is a file, and a program is a folder: name another")
+            where = "" if part == folder else f"{folder}: "
+            raise PlanError(f"{where}{part} is a file, and a program is a folder: name another")
     allowed = edited_files(folder) if overwrite is True else overwrite or ()
     if lost := [name for name in edited_files(folder) if name not in allowed]:
         shown = ", ".join(lost[:6]) + (f" and {len(lost) - 6} more" if len(lost) > 6 else "")

@@ -89,6 +89,8 @@ def footer(result: SearchResult) -> str:
         parts.append(f"{result.do_not_fit:,} do not fit")
     if result.pruned:
         parts.append(f"{result.pruned:,} cannot win")
+    if result.not_priced:
+        parts.append(f"{result.not_priced:,} not priced: enough that promise more were (pins narrow the search)")
     if result.not_legal:
         parts.append(f"not legal: {', '.join(result.not_legal)}")
     parts.append("prediction level " + ("L1 (measured here)" if result.cluster.gpu == "cpu" else "L0 (datasheet)"))
@@ -205,12 +207,20 @@ def _stage_text(number: int, stage: StageLedger, estimate: Estimate) -> str:
 
 
 def _stage_name(number: int, stage: StageLedger, stages: int) -> str:
-    parts = [f"layers {' and '.join(f'{start}–{stop - 1}' for start, stop in stage.ranges)}"]
+    parts = [_layers_text(stage.ranges)]
     parts += ["embedding"] if number == 0 else []
     parts += ["head"] if number == stages - 1 else []
+    if stages == 1 and stage.ranges == ((0, 1),):  # perhaps without a list of layers, and then all is one
+        parts = ["the whole model"]
     parts += [f"recomputed: {n} × {what}" for what, n in stage.recomputed]
     virtual = [str(number + k * stages) for k in range(len(stage.ranges))]
     return f"stage{'s' * (len(virtual) > 1)} {' and '.join(virtual)} ({', '.join(parts)})"
+
+
+def _layers_text(ranges: Sequence[tuple[int, int]]) -> str:
+    """ "layers 0–15", "layers 0–1 and 4–5", "layer 3"."""
+    each = [f"{start}–{stop - 1}" if stop - start > 1 else f"{start}" for start, stop in ranges]
+    return f"layer{'s' * (each != [str(ranges[0][0])])} {' and '.join(each)}"
 
 
 def _plain(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:

@@ -33,6 +33,9 @@ from .space import Choice, enumerate_space
 from .stages import Known, StageCosts, setting_for
 from .virtual import split_virtual
 
+# Of the plans that can win, by ascending bound: some minutes. Llama-3-8B on 64 GPUs has about a thousand.
+_MOST_SOLVED = 10_000
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -47,7 +50,8 @@ class Candidate:
 class SearchResult:
     """The best plan of each mesh, best first, and what the search went through.
 
-    searched = choices × solutions; do_not_fit of them exceed the budget, pruned were left out by their bound.
+    searched = choices × solutions; do_not_fit of them exceed the budget, pruned were left out by their bound, and
+    not_priced because enough of a smaller bound were priced.
     """
 
     best: tuple[Candidate, ...]
@@ -56,6 +60,7 @@ class SearchResult:
     searched: int
     do_not_fit: int
     pruned: int
+    not_priced: int
     not_legal: tuple[str, ...]
     notes: tuple[str, ...]
     elapsed_s: float
@@ -99,7 +104,7 @@ def search(
     cases = _cases(space.choices, models, request, hardware)
     ranking = _Ranking(keep, cluster.gpus)
     with progress("searching the plans", len(cases)) as so_far:
-        do_not_fit, pruned = _rank(so_far.over(cases), ranking, request, hardware)
+        do_not_fit, pruned, not_priced = _rank(so_far.over(cases), ranking, request, hardware)
         if not ranking.best:
             raise InfeasibleError(infeasible_text(cases, request, hardware))
     best = ranking.ranked()
@@ -110,15 +115,16 @@ def search(
         searched=len(cases),
         do_not_fit=do_not_fit,
         pruned=pruned,
+        not_priced=not_priced,
         not_legal=space.not_legal,
         notes=_notes(best, cluster, coupling),
         elapsed_s=time.perf_counter() - started,
     )
 
 
-def _rank(cases: Iterable[Case], ranking: _Ranking, request: Request, hardware: Hardware) -> tuple[int, int]:
-    """Solve the cases that can win, best bound first; (how many do not fit, how many were left out)."""
-    do_not_fit = pruned = 0
+def _rank(cases: Iterable[Case], ranking: _Ranking, request: Request, hardware: Hardware) -> tuple[int, int, int]:
+    """Solve the cases that can win, best bound first: how many do not fit, cannot win, and were not priced."""
+    do_not_fit = pruned = solved = not_priced = 0
     prices: dict[int, LossPrices] = {}  # of each model price
     roomy: set[tuple[Choice, str, str]] = set()  # that fit with nothing recomputed: offload would only cost time
     for case in cases:
@@ -130,6 +136,10 @@ def _rank(cases: Iterable[Case], ranking: _Ranking, request: Request, hardware: 
         if case.choice.offload and kept in roomy:
             pruned += 1
             continue
+        if solved >= _MOST_SOLVED and ranking.best:
+            not_priced += 1
+            continue
+        solved += 1
         if id(case.price) not in prices:
             prices[id(case.price)] = loss_prices(case.price, request)
         candidate, may_fit = _solve(case, prices[id(case.price)], request, hardware, limit_s)
@@ -138,7 +148,7 @@ def _rank(cases: Iterable[Case], ranking: _Ranking, request: Request, hardware: 
             ranking.add(candidate)
             if not candidate.plan.recompute and candidate.plan.loss_chunks == 1:
                 roomy.add(kept)
-    return do_not_fit, pruned
+    return do_not_fit, pruned, not_priced
 
 
 def _cases(

@@ -39,6 +39,13 @@ assert code == 2 and "torch" not in sys.modules
         assert message in done.stderr and done.stderr.count("\n") == 1
 
 
+def test_wrong_commands_and_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pln"]) == 2
+    assert "no command 'pln' (did you mean 'plan'?); there are plan, emit, run, verify" in capsys.readouterr().err
+    assert main(["verify", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere does not exist: name a saved program" in capsys.readouterr().err
+
+
 def test_choices_are_checked_before_the_model_is_imported(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in (
         (["--forbid", "zero=7"], "forbid: zero=7: use 0, 1, 2 or 3"),

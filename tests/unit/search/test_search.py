@@ -237,6 +237,15 @@ def test_fewer_gpus_are_said_aloud() -> None:
     assert used < 7 and result.notes[0].startswith(f"uses {used} of 7 GPUs: no legal plan that fits uses all 7")
 
 
+def test_huge_spaces_are_searched_so_far_and_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = search(llama(), Cluster(16, "h100-sxm-80gb"), global_batch=64, sequence=SEQUENCE)
+    monkeypatch.setattr("autopar.search.search._MOST_SOLVED", 3)
+    cut = search(llama(), Cluster(16, "h100-sxm-80gb"), global_batch=64, sequence=SEQUENCE)
+    assert cut.best and whole.not_priced == 0 < cut.not_priced
+    assert f"{cut.not_priced:,} not priced" in plan_table(cut, "Llama", 1)
+    assert "not priced" not in plan_table(whole, "Llama", 1)
+
+
 def test_too_small_a_budget_names_the_nearest_plan_and_the_shortfall() -> None:
     with pytest.raises(InfeasibleError, match=r"no plan fits 10.0 GiB a GPU: the nearest \(.*needs .* too much"):
         search(llama(), Cluster(2), global_batch=64, sequence=8192, budget_bytes=10 * GIB)
