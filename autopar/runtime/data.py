@@ -104,12 +104,12 @@ def _function(name: str) -> Callable[[], Dataset]:
         module = importlib.import_module(path)
     except ImportError as error:
         raise ValueError(f"--data {name}: {path} cannot be imported from {Path.cwd()} ({error})") from error
-    found = getattr(module, function, None)
-    if not callable(found):
-        near = difflib.get_close_matches(function, [n for n, value in vars(module).items() if callable(value)], 3)
+    functions = {n: value for n, value in vars(module).items() if callable(value)}
+    if function not in functions:
+        near = difflib.get_close_matches(function, functions, 3)
         meant = f": did you mean {' or '.join(near)}?" if near else f" ({module.__file__})"
         raise ValueError(f"--data {name}: {path} has no function {function!r}{meant}")
-    return found  # type: ignore[no-any-return]
+    return functions[function]
 
 
 def _check(dataset: Any, what: str, global_batch: int) -> None:
@@ -154,7 +154,7 @@ class Loader:
             sample = self._dataset[index]
         except Exception as error:
             raise ValueError(f"sample {index} of the dataset: {type(error).__name__}: {error}") from error
-        if not isinstance(sample, Mapping):
+        if not hasattr(sample, "items"):
             raise ValueError(f"sample {index} of the dataset is a {type(sample).__name__}: return a dict of inputs")
         tensors: dict[str, Tensor] = {}
         for name, value in sample.items():

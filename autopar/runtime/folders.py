@@ -26,7 +26,7 @@ def together(action: Callable[[], T]) -> list[T]:
     mine: tuple[Any, Exception | None]
     try:
         mine = action(), None
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - all raise it, below
         mine = None, error
     ranks: list[tuple[Any, Exception | None]] = [mine] * dist.get_world_size()
     if len(ranks) > 1:

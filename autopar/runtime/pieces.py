@@ -15,7 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+)
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -32,7 +35,9 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.planner_helpers import (
+    create_read_items_for_chunk_list,
+)
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 from torch.distributed.tensor import DTensor
@@ -90,7 +95,12 @@ def read_pieces(folder: Path, pieces: Pieces) -> None:
 
 def saved_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
     """Shape and dtype of each tensor of a checkpoint, by key."""
-    stored = Reader(folder).read_metadata().state_dict_metadata
+    return _tensors_of(Reader(folder).read_metadata())
+
+
+def _tensors_of(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+    """A checkpoint's tensors, without what else was put into it."""
+    stored = metadata.state_dict_metadata
     return {key: value for key, value in stored.items() if isinstance(value, TensorStorageMetadata)}
 
 
@@ -107,7 +117,7 @@ class _SavePlanner(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         pieces: Sequence[Piece] = self.state_dict[index.fqn]
-        return next(piece.values for piece in pieces if piece.offsets == index.offset)
+        return next(piece.values for piece in pieces if piece.values.numel() and piece.offsets == index.offset)
 
 
 def _write_items(key: str, pieces: Sequence[Piece]) -> Iterator[WriteItem]:
@@ -125,7 +135,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
-        saved, items = self.metadata.state_dict_metadata, list[ReadItem]()
+        saved, items = _tensors_of(self.metadata), list[ReadItem]()
         for key, pieces in self.state_dict.items():
             filled = [piece for piece in pieces if piece.values.numel()]
             if filled:
@@ -151,10 +161,10 @@ class _LoadPlanner(DefaultLoadPlanner):
         raise ValueError(f"the checkpoint has an object for {read_item.dest_index.fqn}, and ours have tensors only")
 
 
-def _checked(key: str, piece: Piece, saved: Mapping[str, Any]) -> TensorStorageMetadata:
-    stored = saved.get(key)
-    if not isinstance(stored, TensorStorageMetadata):
+def _checked(key: str, piece: Piece, saved: Mapping[str, TensorStorageMetadata]) -> TensorStorageMetadata:
+    if key not in saved:
         raise ValueError(f"the checkpoint has no values for {key!r}")
+    stored = saved[key]
     if tuple(stored.size) != piece.size:
         raise ValueError(f"{key!r} has shape {list(piece.size)}, and in the checkpoint {list(stored.size)}")
     return stored
