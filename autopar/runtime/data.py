@@ -109,7 +109,7 @@ def _function(name: str) -> Callable[[], Dataset]:
         near = difflib.get_close_matches(function, functions, 3)
         meant = f": did you mean {' or '.join(near)}?" if near else f" ({module.__file__})"
         raise ValueError(f"--data {name}: {path} has no function {function!r}{meant}")
-    return functions[function]
+    return functions[function]  # type: ignore[no-any-return]
 
 
 def _check(dataset: Any, what: str, global_batch: int) -> None:
