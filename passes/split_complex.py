@@ -24,7 +24,7 @@ class SplitComplex:
     """Each complex value becomes its pair, and its products are written out.
 
     Requires: `clean`. Ensures: no complex values but tables; a program with an op on complex values that has no form
-    here (a Fourier transform) stays as it is.
+    here (a Fourier transform, a factor of 1j, a cast) stays as it is.
 
         z = view_as_complex(x)               |   a, b, c, d = select(x, -1, 0), …, cos(t), sin(t)
         y = view_as_real(mul(z, polar(1, t)))  |   y = stack([a·c − b·d, a·d + b·c], -1)
@@ -33,8 +33,8 @@ class SplitComplex:
     name: ClassVar[str] = "split_complex"
 
     def apply(self, program: Program, plan: Plan | None) -> Program:
-        used = {node.target for _, node in program.each_op() if _touches_complex(node)}
-        if not used or not used <= _FORMS.keys() | _PARTS.keys():
+        used = [node for _, node in program.each_op() if _touches_complex(node)]
+        if not used or not all(map(_has_form, used)):
             return program
         program = program.copy_blocks()
         graph, pairs = program.blocks[MODEL].graph, dict[fx.Node, fx.Node]()
@@ -52,6 +52,10 @@ class SplitComplex:
 
 def _touches_complex(node: fx.Node) -> bool:
     return any(info(n).dtype.is_complex for n in (node, *node.all_input_nodes))
+
+
+def _has_form(node: fx.Node) -> bool:
+    return node.target in _FORMS.keys() | _PARTS.keys() and not any(isinstance(value, complex) for value in node.args)
 
 
 def _made(node: fx.Node, target: Any, args: tuple[Any, ...], dtype: torch.dtype, shape: Shape) -> fx.Node:
@@ -112,10 +116,6 @@ def _product(node: fx.Node, pairs: _Pairs) -> fx.Node:
     return _pair(node, _arithmetic(node, aten.sub.Tensor, ac, bd), _arithmetic(node, aten.add.Tensor, ad, bc))
 
 
-def _same(node: fx.Node, pairs: _Pairs) -> fx.Node:
-    return pairs[arguments(node)[0]]
-
-
 def _resized(node: fx.Node, pairs: _Pairs) -> fx.Node:
     """reshape, expand: to a list of sizes."""
     pair, shape = pairs[arguments(node)[0]], (*info(node).shape, sympy.Integer(2))
@@ -139,7 +139,6 @@ _FORMS: dict[Any, Callable[[fx.Node, _Pairs], fx.Node]] = {
     aten.view_as_complex.default: _given,
     aten.polar.default: _polar,
     aten.mul.Tensor: _product,
-    aten.to.dtype: _same,
     aten.reshape.default: _resized,
     aten.expand.default: _resized,
     aten.unsqueeze.default: _of_dims(1),
