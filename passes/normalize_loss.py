@@ -83,7 +83,7 @@ class _Terms:
     def of(self, node: fx.Node) -> None:
         if not self._is_sum(node):
             return
-        if node.target in _REVERSED and len(node.args) == 2:
+        if node.target in _REVERSED and len(node.args) == 2 and not node.kwargs:  # no alpha
             node = _reverse(node)
         if node.target in _ADDITIONS and isinstance(arguments(node)[1], int | float):
             node.update_arg(1, _as_tensor(node, arguments(node)[1]))

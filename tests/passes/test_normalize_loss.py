@@ -1,10 +1,14 @@
 """normalize_loss: a mean is a sum over the global count of targets."""
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+from autopar.compiler import prepare
 from autopar.ir.graph import Program, Role, info
 from autopar.ir.text import block_text, program_text
 from autopar.passes.normalize_loss import NormalizeLoss
+from tests.interpreter import run_program
 from tests.passes.programs import assert_becomes, read
 
 LOSS = """
@@ -180,3 +184,20 @@ def test_targets_of_parameters_are_counted_where_they_are() -> None:
     )
     assert "count" not in program.blocks
     assert "sum(ne_scalar)" in block_text(program.blocks["model"])
+
+
+class Doubled(nn.Module):
+    """One less twice a mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = self.linear(x).square().mean()
+        return torch.rsub(mean, torch.ones((), dtype=mean.dtype, device=mean.device), alpha=2)
+
+
+def test_a_reversed_difference_keeps_its_factor() -> None:
+    model, inputs = Doubled().double(), {"x": torch.randn(3, 8, dtype=torch.float64)}
+    torch.testing.assert_close(run_program(prepare(model, inputs, "fp64"), model, inputs), model(**inputs))
