@@ -91,6 +91,8 @@ def _check(tree: ast.Module, at: Position) -> tuple[Position, bool] | None:
     for node in ast.walk(tree):
         # The jump after a test has the position of the whole statement.
         if isinstance(node, ast.If | ast.Assert) and (_holds(node.test, at) or _position(node) == at):
+            if any(isinstance(part, ast.NamedExpr | ast.Await | ast.Yield) for part in ast.walk(node.test)):
+                return None  # without the test, what it names would be missing
             if isinstance(node, ast.Assert):
                 return _position(node.test), True
             if _only_raises(node.body):
@@ -111,8 +113,15 @@ def _is_plain(statement: ast.stmt) -> bool:
 
 
 def _caught(tree: ast.Module, at: Position) -> bool:
-    tries = [node for node in ast.walk(tree) if isinstance(node, ast.Try | ast.TryStar) and node.handlers]
-    return any(_holds(statement, at) for node in tries for statement in node.body)
+    """Whether `at` is in a `try` with handlers or a `with suppress(…)`."""
+    tries = [node.body for node in ast.walk(tree) if isinstance(node, ast.Try | ast.TryStar) and node.handlers]
+    withs = [node.body for node in ast.walk(tree) if isinstance(node, ast.With) and _suppresses(node)]
+    return any(_holds(statement, at) for body in (*tries, *withs) for statement in body)
+
+
+def _suppresses(node: ast.With) -> bool:
+    calls = [part.func for item in node.items for part in ast.walk(item) if isinstance(part, ast.Call)]
+    return any(ast.unparse(function).rpartition(".")[2] == "suppress" for function in calls)
 
 
 def _position(node: ast.expr | ast.stmt) -> Position:
