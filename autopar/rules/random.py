@@ -24,10 +24,12 @@ def draws(target: Any) -> bool:
 
 
 def drawn(node: fx.Node) -> Rule:
-    """Whole but for the batch, dim 0 of the result and of each operand that has it."""
+    """Whole but for the batch, dim 0 of the result and of each operand that has it; all whole on cp, also rows b·s."""
     apart = node.target.overloadpacket.__name__ not in _OVER_ALL  # type: ignore[union-attr]
     inputs = tuple(_dims(info(n).shape, apart, rows=True) for n in node_inputs(node))
-    return Rule(inputs, _dims(info(node).shape, apart, rows=bool(inputs)))
+    output = _dims(info(node).shape, apart, rows=bool(inputs))
+    whole = (tuple((None,) * len(dims) for dims in inputs), (None,) * len(output))
+    return Rule(inputs, output, rows=whole)
 
 
 def _dims(shape: Shape, apart: bool, rows: bool) -> Dims:

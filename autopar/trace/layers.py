@@ -188,8 +188,11 @@ def _outliving(result: fx.Node) -> fx.Node:
 
 
 def _is_view(node: fx.Node) -> bool:
-    kind = rule_of(node).kind if has_rule(node) else ""
-    return bool(node_inputs(node)) and (kind == "view" or node.target is aten.detach.default)
+    """Whether a result may share memory with the first operand, by the rule or by what torch says of the op."""
+    if not node_inputs(node):
+        return False
+    returns = getattr(getattr(node.target, "_schema", None), "returns", ())
+    return (has_rule(node) and rule_of(node).kind == "view") or any(r.alias_info is not None for r in returns)
 
 
 def _placeholder_name(node: fx.Node, facts: NodeInfo) -> str:

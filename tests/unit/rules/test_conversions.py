@@ -107,3 +107,10 @@ def test_what_cp_offers() -> None:
     assert not ulysses.offers([six])  # 3 heads are not to be shared by tp's two
     assert ring.offers([S]) and ring.offers([B * S]) and not ring.offers([B])
     assert (ring.loss, TP.loss) == (PARTIAL, REPLICATE) and GRAD_PARTIAL != REPLICATE
+
+
+def test_draws_are_whole_on_cp() -> None:
+    """Its ranks draw alike: parts of merged rows would have the same numbers."""
+    cp = context_axis(NOTHING, 2, VALUES, "ring", 1)
+    for shape in ((B, S, 8), (B * S, 8)):
+        assert outputs(op(aten.bernoulli.default, shape, shape), cp) == {"R", "Rp"}

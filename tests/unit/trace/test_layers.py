@@ -73,6 +73,38 @@ def test_different_layers_are_different_classes() -> None:
     assert not any("mul" in str(n.target) for n in program.blocks[EPILOGUE].ops)
 
 
+class GivesDiagonal(nn.Module):
+    """A layer that gives a view of its weight, by an op that no rule knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        return x + self.linear(x * scale).relu(), self.linear.weight.diagonal()
+
+
+class Diagonals(Alternating):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, 16), nn.Linear(16, 32)
+        self.layers = nn.ModuleList(GivesDiagonal() for _ in range(2))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x, scale = self.embed(input_ids), torch.ones(16, device=input_ids.device)
+        for layer in self.layers:
+            x, scale = layer(x, scale)
+        return F.cross_entropy(self.head(x * scale).flatten(0, 1), labels.flatten())
+
+
+def test_a_view_of_a_parameter_leaves_its_layer_as_a_copy() -> None:
+    """Else ZeRO-3 would free it after the layer."""
+    ids = torch.zeros(2, 16, dtype=torch.long, device="meta")
+    program = models.layered(Diagonals(), {"input_ids": ids, "labels": ids})
+    results = program.blocks["GivesDiagonal"].results
+    assert [str(n.target) for n in results] == ["aten.add.Tensor", "aten.clone.default"]
+
+
 @pytest.mark.parametrize(
     ("module", "path"),
     [
