@@ -11,7 +11,7 @@ from torch import fx
 
 from ..ir.graph import B, Shape, info, node_inputs
 from .arguments import dims_of, option
-from .factor import Dims, Rule, RuleMaker, einsum
+from .factor import Dims, Rule, RuleMaker
 
 aten = torch.ops.aten
 
@@ -236,7 +236,6 @@ RULES: dict[object, RuleMaker] = {
     aten.expand.default: _expand,
     aten.slice.Tensor: _slice,
     aten.select.int: _select,
-    aten.view_as_real.default: einsum("z[*d] -> y[*d pair]", whole="pair"),
     aten.pad.default: _pad,
     aten.constant_pad_nd.default: _pad,
     aten.cat.default: _cat,

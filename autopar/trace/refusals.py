@@ -25,7 +25,7 @@ from ..errors import TraceError
 from .input_sizes import Dims
 from .source import is_the_models, is_torchs, place_of_error, place_of_frames
 
-SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 16, 17, 100, 128, 1000, 4096, 4099)  # on which conditions on sizes are tried
+SIZES = (2, 3, 4, 5, 6, 7, 8, 16, 17, 100, 128, 1000, 4096, 4099)  # on which conditions on sizes are tried
 
 _BRANCH = (
     "a branch on tensor values cannot be traced: use torch.where there, or put the branch into a submodule of its own, "
@@ -144,7 +144,7 @@ def _condition(text: str, names: Mapping[sympy.Symbol, sympy.Expr], model: nn.Mo
 def false_for(condition: sympy.Basic) -> str | None:
     """Sizes for which a condition does not hold: "s=3"; None where it holds for all."""
     symbols = sorted(condition.free_symbols, key=str)
-    for sizes in product(SIZES[1:], repeat=len(symbols)):
+    for sizes in product(SIZES, repeat=len(symbols)):
         if condition.subs(dict(zip(symbols, sizes, strict=True))) == sympy.false:
             return ", ".join(f"{symbol}={n}" for symbol, n in zip(symbols, sizes, strict=True))
     return None

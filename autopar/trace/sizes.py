@@ -21,12 +21,11 @@ from ..ir.graph import B, S, arguments, op_name
 from ..ir.identifiers import is_plain
 from ..ir.lengths import FixedLength
 from .input_sizes import InputSizes, other_lengths
-from .refusals import refuse_size
+from .refusals import SIZES, refuse_size
 from .signature import keywords
 from .source import excerpt, place
 
 aten = torch.ops.aten
-_SIZES = (2, 3, 4, 5, 6, 7, 8, 16, 17, 100, 128, 1000, 4096, 4099)  # on which assertions are tried
 _BATCH, _LENGTH = 64, 4096  # at which a trace is run once more
 
 
@@ -62,7 +61,7 @@ def check_sizes(model: nn.Module, exported: ExportedProgram, sizes: InputSizes, 
             continue
         symbols = sorted(expression.free_symbols, key=str)
         ranges = [exported.range_constraints[symbol] for symbol in symbols]
-        for tried in product(*([n for n in _SIZES if r.lower <= n <= r.upper] for r in ranges)):
+        for tried in product(*([n for n in SIZES if r.lower <= n <= r.upper] for r in ranges)):
             values = dict(zip(symbols, tried, strict=True))
             if expression.subs(values) != sympy.true:
                 at = dict(_ours(names[symbol], n) for symbol, n in values.items())
