@@ -9,15 +9,19 @@ from ..errors import PlanError
 
 @dataclass(frozen=True)
 class FixedLength:
-    """The one length that a model takes, which its shapes have in place of `s`.
+    """The one length that a model takes, or that its trace holds for; its shapes have it in place of `s`.
 
-    place: where forward fails at others, " at file.py:12" and the lines around it.
+    place: where forward fails at others, " at file.py:12" and the lines around it. limits: why no trace holds for
+    others.
     """
 
     tokens: int
-    place: str
+    place: str = ""
+    limits: str = ""
 
     def __str__(self) -> str:
+        if self.limits:
+            return f"the program is that of sequences of {self.tokens} alone: for others {self.limits}"
         return f"the model takes sequences of {self.tokens} alone{self.place}"
 
     def check(self, asked: str, sequence: int) -> None:

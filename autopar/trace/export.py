@@ -19,13 +19,14 @@ from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fix
 
 from ..errors import TraceError
 from ..ir.graph import Program, S
+from ..ir.lengths import FixedLength
 from . import repeats
 from .importer import Importer
 from .input_sizes import InputSizes, first_guess, other_sizes
 from .literals import Literals
 from .loss_shapes import LossShapes
 from .opaque import Opaque
-from .refusals import explain
+from .refusals import InsideError, explain
 from .signature import check_inputs, name_keywords
 from .sizes import SizesError, check_sizes, difference, holds, one_length
 
@@ -62,7 +63,9 @@ def trace(
     exported, sizes = opaque.export(lambda: _export(shadow, first))
     program = opaque.complete(Importer(model, exported, sizes, batch_norm).program())
     if first.has_sequence and not sizes.has_sequence:
-        return replace(program, fixed_length=one_length(shadow, first), sequence_range=(first.values[S],) * 2)
+        length = first.values[S]
+        fixed = one_length(shadow, first) or FixedLength(length, limits=sizes.limits)
+        return replace(program, fixed_length=fixed, sequence_range=(length, length))
     low, high = program.sequence_range
     here = {S: first.values[S]}
     if here[S] < low and sizes.has_sequence and difference(shadow, exported, sizes, here, _export_at) is None:
@@ -87,19 +90,26 @@ def _meta_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 def _export(model: nn.Module, first: InputSizes) -> tuple[ExportedProgram, InputSizes]:
     """Export for as many sizes of the inputs as the model allows."""
     refused: list[SizesError] = []
+    why: TraceError | None = None
     for sizes in _relations(model, first):
         try:
-            return _export_at(model, sizes), sizes
+            return _export_at(model, sizes), replace(sizes, limits=str(why or ""))
         except SizesError as error:
             refused.append(error)
-    raise next((error for error in refused if str(error)), None) or refused[0].told(model)
+            why = why or error.told(model)
+            if isinstance(why, InsideError) and why.in_loop:
+                raise why from None  # at one length it would be written out
+        except TraceError as error:
+            if why is None or not isinstance(error.__cause__, AssertionError):  # torch's, of a guard at a fixed size
+                raise
+    raise next((error for error in refused if str(error)), None) or why or refused[0]
 
 
 def _relations(model: nn.Module, first: InputSizes) -> Iterator[InputSizes]:
-    """What the sizes of the inputs may be: the first guess, what the model runs with, the one length that it takes."""
+    """What the sizes of the inputs may be: the first guess, what the model runs with, the example's length alone."""
     yield first
     yield from islice(other_sizes(first, model), _MOST_EXPORTS)
-    if one_length(model, first):
+    if first.has_sequence:
         yield first.fixed_at({S: first.values[S]})
 
 

@@ -35,12 +35,14 @@ class InputSizes:
 
     inputs: the user's, of which tensors are used by shape and dtype alone; floating ones are traced in `dtype`.
     dims: input → dim → its size; a dim that is not there has the size of the user's example.
+    limits: why not all the sizes of the first guess.
     """
 
     inputs: Mapping[str, Any]
     dtype: torch.dtype
     dims: Dims
     values: Mapping[sympy.Symbol, int]
+    limits: str = ""
 
     def at(self, values: Mapping[sympy.Symbol, int]) -> InputSizes:
         """The same at other numbers."""

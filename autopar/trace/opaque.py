@@ -32,20 +32,13 @@ from .guards import custom_functions, quiet, refuse_recurrent
 from .input_sizes import InputSizes
 from .lists import layer_path
 from .moe import written_experts
+from .refusals import InsideError
 from .repeats import structure
 from .source import excerpt, module_path, place
 from .trial import RefusedError, Returned, Taken, Trial
 
 _BACKWARD = "a custom torch.autograd.Function, whose backward a trace does not have"
 _MOST = 20  # kinds of submodule that one model may need
-
-
-class _InsideError(TraceError):
-    """A failure inside a submodule whose path is known."""
-
-    def __init__(self, message: str, path: str) -> None:
-        super().__init__(message)
-        self.path = path
 
 
 class _UnknownError(TraceError):
@@ -113,7 +106,7 @@ class Opaque:
 
     def _failed_in(self, error: BaseException) -> str | None:
         """The path of the innermost submodule that an error rose in; the one around it where that is kept already."""
-        path = error.path if isinstance(error, _InsideError) else self._innermost(error)
+        path = error.path if isinstance(error, InsideError) else self._innermost(error)
         while path and _pattern(path) in self.patterns:
             path = path.rpartition(".")[0]
         return path if path and self._may_be_kept(path) else None
@@ -187,7 +180,7 @@ class Opaque:
         except RefusedError:
             raise
         except TraceError as error:
-            around = call if isinstance(call.module, Applied) else _InsideError(str(error), call.path)
+            around = call if isinstance(call.module, Applied) else InsideError(str(error), call.path)
             path = self._failed_in(around)
             if path is None or not self._enclose(path):
                 raise
@@ -285,11 +278,11 @@ def _repeats(modules: nn.ModuleList) -> bool:
 
 
 def _check_sizes(exported: Any) -> None:
-    """_InsideError where the first size that depends on values is made."""
+    """InsideError where the first size that depends on values is made."""
     for node in exported.graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, Tensor) and free_unbacked_symbols(value):
-            raise _InsideError(
+            raise InsideError(
                 f"The sizes of {node.name}{place(node)} depend on values: keep the shape and mask "
                 f"(torch.where, x * mask){excerpt(node)}",
                 module_path(node),

@@ -22,8 +22,9 @@ import sympy
 from torch import nn
 
 from ..errors import TraceError
+from ..ir.graph import S
 from .input_sizes import Dims
-from .source import is_the_models, is_torchs, place_of_error, place_of_frames
+from .source import is_the_models, is_torchs, path_of_frames, place_of_error, place_of_frames
 
 SIZES = (2, 3, 4, 5, 6, 7, 8, 16, 17, 100, 128, 1000, 4096, 4099)  # on which conditions on sizes are tried
 
@@ -56,6 +57,18 @@ _OWN = (str(Path(logging.__file__).parent), str(Path(__file__).parent))  # frame
 _LOGGER = "torch.fx.experimental.symbolic_shapes"
 
 
+class InsideError(TraceError):
+    """A failure inside a submodule, which could be kept whole. in_loop: where a loop over tokens asks for its items."""
+
+    def __init__(self, message: str, path: str, in_loop: bool = False) -> None:
+        super().__init__(message)
+        self.path, self.in_loop = path, in_loop
+
+
+class _FoundError(Exception):
+    """Ends an export as soon as what was looked for is known."""
+
+
 def explain(error: Exception, model: nn.Module) -> str:
     """One message with the user's own lines, and the way out."""
     name, said = type(error).__name__, str(error)
@@ -78,7 +91,7 @@ def refuse_size(model: nn.Module, dims: Dims, export: Callable[[], Any]) -> Trac
     """The refusal of a model that holds for some sizes only: `export` runs again, and shows on which line."""
     with _guards(model, dims) as guards, _without_failing():
         export()
-    return next((TraceError(text) for text in guards if text), TraceError(f"tracing failed: {_SIZE}"))
+    return guards[0] if guards else TraceError(f"tracing failed: {_SIZE}")
 
 
 @contextmanager
@@ -90,9 +103,9 @@ def _without_failing() -> Iterator[None]:
 
 
 @contextmanager
-def _guards(model: nn.Module, dims: Dims) -> Iterator[list[str]]:
-    """Within: the list gets a message for each guard on sizes that does not hold for all of them, "" for others."""
-    logger, found = logging.getLogger(_LOGGER), list[str]()
+def _guards(model: nn.Module, dims: Dims) -> Iterator[list[TraceError]]:
+    """Within: the first guard on sizes that does not hold for all of them ends the export, and is in the list."""
+    logger, found = logging.getLogger(_LOGGER), list[TraceError]()
     names: dict[sympy.Symbol, sympy.Expr] = {}
 
     def listen(record: logging.LogRecord) -> bool:
@@ -100,7 +113,9 @@ def _guards(model: nn.Module, dims: Dims) -> Iterator[list[str]]:
         if str(record.msg).startswith("create_symbol"):
             _learn(names, given, dims)
         elif "[guard added]" in str(record.msg) and given[0] == "eval":
-            found.append(_condition(str(given[1]), names, model))
+            found.extend(_condition(str(given[1]), names, model))
+            if found:
+                raise _FoundError
         return False
 
     level = logger.level
@@ -120,25 +135,29 @@ def _learn(names: dict[sympy.Symbol, sympy.Expr], created: tuple[Any, ...], dims
         names[created[0]] = size
 
 
-def _condition(text: str, names: Mapping[sympy.Symbol, sympy.Expr], model: nn.Module) -> str:
+def _condition(text: str, names: Mapping[sympy.Symbol, sympy.Expr], model: nn.Module) -> list[TraceError]:
+    """The refusal for a guard of this text; none where it holds for all sizes, or is not the model's."""
     frames = list(_frames())
     values = (value for frame in frames for value in frame.f_locals.values())
     expression = next((v for v in values if isinstance(v, sympy.Basic) and str(v) == text), None)
     if expression is None:
-        return ""
+        return []
     condition = expression.subs(dict(names))
     not_for = false_for(condition)
     here = [frame for frame in reversed(frames) if is_the_models(frame.f_code.co_filename)]
     if not_for is None or not here:
-        return ""
-    way_out = _SIZE
-    if _in_loop(here[-1].f_code.co_filename, here[-1].f_lineno):
+        return []
+    way_out, in_loop = _SIZE, _in_loop(here[-1].f_code.co_filename, here[-1].f_lineno)
+    if in_loop:
         way_out = (
             "a loop over tokens would be written out for one length: use an op over the whole sequence (attention, a "
             "convolution, cumsum), or a loop over layers or heads"
         )
     place = place_of_frames([(frame, frame.f_lineno) for frame in here], model)
-    return f"tracing failed{place}: the model holds where {condition}, which is not so for {not_for}: {way_out}"
+    said = f"tracing failed{place}: the model holds where {condition}, which is not so for {not_for}: {way_out}"
+    if condition.free_symbols <= {S}:  # kept whole, a submodule sees the whole length, but not all samples
+        return [InsideError(said, path_of_frames(here, model), in_loop)]
+    return [TraceError(said)]
 
 
 def false_for(condition: sympy.Basic) -> str | None:

@@ -66,15 +66,20 @@ def place_of_error(error: BaseException, model: nn.Module) -> str:
 
 def place_of_frames(frames: Sequence[tuple[FrameType, int]], model: nn.Module) -> str:
     """The same of frames with their lines, the innermost last."""
-    names = {id(module): name for name, module in model.named_modules()}
-    at, path = "", ""
+    at, path = "", path_of_frames([frame for frame, _ in frames], model)
     for frame, line in frames:
-        owner, file = frame.f_locals.get("self"), frame.f_code.co_filename
-        path = names.get(id(owner), path) if isinstance(owner, nn.Module) else path
+        file = frame.f_code.co_filename
         if not is_torchs(file):
             at = f" at {file}:{line}\n{_excerpt(file, line)}\n"
     inside = f" in {path}" if path else ""
     return f"{inside},{at}" if inside and at else inside or at
+
+
+def path_of_frames(frames: Sequence[FrameType], model: nn.Module) -> str:
+    """The path of the innermost module whose methods these frames run, the innermost last; "" for the model itself."""
+    names = {id(module): name for name, module in model.named_modules()}
+    owners = (id(frame.f_locals.get("self")) for frame in reversed(frames))
+    return next((names[owner] for owner in owners if owner in names), "")
 
 
 def _excerpt(file: str, line: int) -> str:

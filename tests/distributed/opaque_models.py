@@ -76,6 +76,20 @@ class Selected(nn.Module):
         return rows.index_add(0, chosen, self.mix(rows[chosen])).view_as(x)
 
 
+class Scan(nn.Module):
+    """A state that each token updates, as a state-space layer has it."""
+
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.mix = nn.Linear(d, d)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gates, states = self.mix(x), [x[:, 0]]
+        for t in range(1, x.shape[1]):
+            states.append(gates[:, t].sigmoid() * states[-1] + x[:, t])
+        return torch.stack(states, 1)
+
+
 class Marked(nn.Module):
     """`rare` is for samples with a flag; without one a sample has no gradient here. Nothing reads `never`."""
 

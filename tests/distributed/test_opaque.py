@@ -21,6 +21,7 @@ from tests.distributed.opaque_models import (
     BatchSquash,
     MarkedModel,
     OpaqueModel,
+    Scan,
     Selected,
     Squash,
     StraightThrough,
@@ -38,7 +39,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-KINDS: dict[str, type[nn.Module]] = {k.__name__: k for k in (BatchSquash, Selected, Squash, StraightThrough)}
+KINDS: dict[str, type[nn.Module]] = {k.__name__: k for k in (BatchSquash, Scan, Selected, Squash, StraightThrough)}
 
 
 @cache
@@ -90,10 +91,10 @@ def test_verify_finds_that_parameters_left_out_are_equal() -> None:
 
 
 @pytest.mark.in_turn(3)
-@pytest.mark.parametrize("kind", ["StraightThrough", "Selected"])
+@pytest.mark.parametrize("kind", ["StraightThrough", "Selected", "Scan"])
 @pytest.mark.parametrize("plan", ["dp2", "zero3-tp2-pp2-recompute"])
 def test_t12_what_a_trace_would_record_wrongly(kind: str, plan: str) -> None:
-    """The backward of a custom autograd.Function; sizes that depend on values."""
+    """The backward of a custom autograd.Function; sizes that depend on values; a loop over tokens, at one length."""
     assert made(kind).program.opaque.keys() == {"Tripled" if kind == "StraightThrough" else "inner"}
     assert_parity(made(kind), made(kind).plan(**PLANS[plan]))
 

@@ -60,10 +60,27 @@ class FixedBias(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+class ListedPositions(nn.Module):
+    """Positions are a list of Python's own numbers, as CpmAnt has them: a trace holds them for one length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.pos, self.head = nn.Embedding(64, 16), nn.Embedding(32, 16), nn.Linear(16, 64)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        backwards = torch.tensor(list(range(ids.size(1)))[::-1], device=ids.device)
+        x = self.emb(ids) + self.pos(backwards)
+        for block in self.blocks:
+            x = x + block(x).relu()
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
 INPUTS = {"ids": ids(), "labels": ids()}
 CLASS_INPUTS = {"ids": ids(), "label": torch.zeros(2, dtype=torch.long)}
 CASES = (
     Case("fixed table", FixedTable, INPUTS),
     Case("class token", ClassToken, CLASS_INPUTS),
     Case("fixed bias", FixedBias, INPUTS),
+    Case("listed positions", ListedPositions, INPUTS),
 )

@@ -102,9 +102,10 @@ def attempt(name: str, interpreted: bool = False, processes: bool = False) -> Ou
         with tempfile.TemporaryDirectory() as folder:
             result.save(os.path.join(folder, "program"))
         at = "interpret"
-        by_interpreter = interpret(model, batch) if interpreted else None
+        kept_whole = bool(result.program.opaque)  # runs in a saved program alone
+        by_interpreter = interpret(model, batch) if interpreted and not kept_whole else None
         at = "processes"
-        by_processes = worst(result.verify(2)) if processes else None
+        by_processes = worst(result.verify(2)) if processes or interpreted and kept_whole else None
     except Exception as error:  # noqa: BLE001 - whatever it is, it is told
         refused = isinstance(error, PlanError) and failed == CRASHED
         reason = f"{type(error).__name__}: {error}"[:1500]
@@ -119,7 +120,7 @@ def interpret(model: nn.Module, batch: Mapping[str, Any]) -> float:
     program = prepare(model, raised, "fp64", "synchronise")
     with raise_float32(), no_dropout(), written_experts(model):
         own = _gradients(model, lambda: loss_of(model(**raised)))
-    with no_dropout():
+    with raise_float32(), no_dropout():
         mine = _gradients(model, lambda: run_program(program, model, raised))
     without = {name: mine.get(name, torch.zeros_like(value)) for name, value in own.items()}
     return max(relative_errors(without, own).values())

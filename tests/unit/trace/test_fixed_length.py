@@ -38,6 +38,7 @@ def planned(**pins: Any) -> Parallelized:
         (models.FixedTable, models.INPUTS),
         (models.ClassToken, models.CLASS_INPUTS),
         (models.FixedBias, models.INPUTS),
+        (models.ListedPositions, models.INPUTS),
     ],
 )
 def test_shapes_have_the_length(kind: type[nn.Module], inputs: dict[str, Any]) -> None:

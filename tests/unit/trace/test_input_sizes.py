@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import cache
 
@@ -107,12 +108,16 @@ def test_a_branch_on_multiples_is_taken_as_the_example_takes_it() -> None:
     assert (program.sequence_multiple, program.sequence_range) == (8, (8, LONGEST))
 
 
-@pytest.mark.parametrize(
-    ("kind", "condition"), [(AtEight, r"Ne\(s, 8\), which is not so for s=8"), (Large, r"b\*s <= 100, .* b=2, s=100")]
-)
-def test_a_branch_on_one_size_is_refused_with_its_line(kind: type[nn.Module], condition: str) -> None:
-    with pytest.raises(TraceError, match=rf"(?s)at {__file__}:.*# the line\n.*{condition}: derive it"):
-        trace(kind(), models.LM, torch.float32)
+def test_a_branch_on_one_length_is_taken_as_the_example_takes_it() -> None:
+    """The program is that of this length alone, and says so with the line."""
+    fixed = trace(AtEight(), models.LM, torch.float32).fixed_length
+    assert fixed is not None
+    assert re.search(rf"(?s)of 8 alone: for others .* at {__file__}:.*# the line\n.*Eq\(s, 8\)", str(fixed))
+
+
+def test_a_branch_on_the_batch_is_refused_with_its_line() -> None:
+    with pytest.raises(TraceError, match=rf"(?s)at {__file__}:.*# the line\n.*b\*s <= 100, .* b=2, s=100: derive it"):
+        trace(Large(), models.LM, torch.float32)
 
 
 class Deep(models.CausalBuffer):

@@ -24,6 +24,7 @@ from tests.distributed.opaque_models import (
     BranchingModel,
     Noisy,
     OpaqueModel,
+    Scan,
     Selected,
     Squash,
     StraightThrough,
@@ -58,6 +59,15 @@ def test_shapes_and_dtypes_are_those_of_a_run(dtype: torch.dtype) -> None:
     assert (info(values).shape, info(values).dtype) == ((B, S, sympy.Integer(32)), dtype)
     assert (info(counts).shape, info(counts).dtype) == ((B, S), torch.int64)
     assert info(values).requires_grad and not info(counts).requires_grad
+
+
+def test_a_loop_over_tokens_is_kept_whole_for_every_length() -> None:
+    program = traced(OpaqueModel(Scan, layers=2))
+    (kept,) = program.opaque.values()
+    assert (kept.path, program.fixed_length) == ("blocks.0.inner", None)
+    assert "for t in range(1, x.shape[1])" in kept.reason and "a loop over tokens" in kept.reason
+    node = opaque_node(program)
+    assert info(node).shape[:2] == (B, S) and arguments(node)[3] is True
 
 
 def test_flops_are_counted_and_shared_out() -> None:

@@ -31,23 +31,6 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(self.inner(self.emb(ids))).flatten(0, 1), labels.flatten())
 
 
-class Loop(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        states = [x[:, 0]]
-        for t in range(1, x.shape[1]):  # the line
-            states.append(states[-1].tanh() + x[:, t])
-        return torch.stack(states, 1)
-
-
-def pooled(x: Tensor) -> Tensor:
-    return F.max_pool1d(x.transpose(1, 2), 2).transpose(1, 2)  # the line
-
-
-class Pooled(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + pooled(x).mean(1, keepdim=True)
-
-
 class Wrong(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x @ x.new_ones(3, 3)  # the line
@@ -65,6 +48,20 @@ class Branch(nn.Module):
         return loss if loss > 0 else -loss  # the line
 
 
+class Loop(Branch):
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x, loss = self.emb(ids), self.emb.weight.sum()
+        for t in range(x.shape[1]):  # the line
+            loss = loss.tanh() + x[:, t].mean()
+        return loss
+
+
+class Size(Branch):
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = self.emb(ids).mean()
+        return -loss if ids.shape[0] * ids.shape[1] > 100 else loss  # the line
+
+
 class Number(Branch):
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         top = int(ids.max())  # the line
@@ -73,8 +70,8 @@ class Number(Branch):
 
 
 WAYS_OUT: list[tuple[nn.Module, str]] = [
-    (Model(Loop()), "a loop over tokens"),
-    (Model(Pooled()), "derive it from the input's shape"),
+    (Loop(), "a loop over tokens"),
+    (Size(), "derive it from the input's shape"),
     (Branch(), "use torch.where there"),
     (Number(), "keep it a 0-dim tensor"),
 ]
