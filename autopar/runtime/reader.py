@@ -6,7 +6,8 @@ torch reads tensors as tensors, but the list of them, which is a pickle, as any 
 from __future__ import annotations
 
 import pickle
-from pathlib import Path, PurePosixPath
+from dataclasses import is_dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,8 +50,24 @@ class _ListUnpickler(pickle.Unpickler):
     """Builds what the list of tensors is made of, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if name in _NAMES.get(module, ()) or module == "torch" and isinstance(getattr(torch, name, 0), torch.dtype):
+        if name in _NAMES.get(module, ()):
+            return _maker(super().find_class(module, name))
+        if module == "torch" and isinstance(getattr(torch, name, 0), torch.dtype):
             return super().find_class(module, name)
         if module.partition(".")[0] == "pathlib" and name.endswith("Path"):
-            return PurePosixPath  # where it was saved, which nobody reads
+            return lambda *parts: None  # where it was saved, which nobody reads
         raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+def _maker(named: Any) -> Any:
+    """What makes the same as a class or function, in place of it: a pickle can set the attributes of all it names."""
+    if named is torch.Size:  # has none that can be set
+        return named
+    if not is_dataclass(named):
+        return lambda *given: named(*given)
+
+    def set_state(self: Any, state: Any) -> None:  # of an instance; of the class, it lacks `self`
+        object.__setattr__(self, "__class__", named)
+        self.__setstate__(state) if hasattr(named, "__setstate__") else vars(self).update(state)
+
+    return type("Stored", (named,), {"__setstate__": set_state})  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from autopar.runtime.pieces import Piece, piece_of, read_pieces, saved_tensors, 
 from autopar.runtime.weights import draw, read_tensors
 from tests.hostile import Hostile
 
+METADATA, FILESYSTEM = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 W = torch.arange(12.0).reshape(3, 4)
 
 
@@ -88,6 +90,27 @@ def test_a_hostile_list_is_not_loaded(name: str, folder: Path, hostile: Hostile)
         saved_tensors(folder)
     with pytest.raises(AssertionError, match=r"\.metadata is damaged, or no list of tensors"):  # torch's, of ours
         read_pieces(folder, {"model.w": [piece_of(torch.zeros(3, 4))], "model.b": [piece_of(torch.zeros(2))]})
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("pathlib", "PosixPath"),
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        *((METADATA, name) for name in ("Metadata", "MetadataIndex", "TensorProperties", "_MEM_FORMAT_ENCODING")),
+        (FILESYSTEM, "_StorageInfo"),
+    ],
+)
+def test_a_list_does_not_change_what_it_names(module: str, name: str, folder: Path) -> None:
+    """A pickle may set attributes of what it names: of pathlib's classes, say, for the rest of the process."""
+    named = getattr(importlib.import_module(module), name)
+    state = pickle.dumps((None, {"spoilt": 1}), 2)[2:-1]
+    (folder / ".metadata").write_bytes(b"\x80\x02" + f"c{module}\n{name}\n".encode() + state + b"b.")
+    with pytest.raises(ValueError, match=r"\.metadata is damaged, or no list of tensors"):
+        saved_tensors(folder)
+    assert not hasattr(named, "spoilt")
+    assert not hasattr(Path, "spoilt")
 
 
 @pytest.mark.parametrize("length", [0, 1, 100])
