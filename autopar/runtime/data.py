@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from .mesh import Mesh
+from .random import aside, seed_data
 from .settings import Settings
 
 BYTE_VOCABULARY = 256
@@ -26,7 +27,10 @@ _PATIENCE_S = 20.0  # in which a launcher ends the other ranks, once the first h
 
 
 class Dataset(Protocol):
-    """A map-style dataset: sample i is a dict of tensors without a batch dim."""
+    """A map-style dataset: sample i is a dict of tensors without a batch dim.
+
+    Random numbers that it draws, of torch, Python or numpy, are alike on every rank and after a resume.
+    """
 
     def __len__(self) -> int: ...
 
@@ -62,7 +66,8 @@ def load_dataset(name: str | None, settings: Settings) -> Dataset:
     Raises ValueError, told by one rank, where there is no such function, the dataset is not map-style or has too few
     samples for a step, or the default corpus does not fit the model: it is token ids, for a vocabulary of bytes.
     """
-    with told_by_one(not dist.is_initialized() or dist.get_rank() == 0):
+    with told_by_one(not dist.is_initialized() or dist.get_rank() == 0), aside():
+        seed_data(0)
         dataset = _default(settings) if name is None else _function(name)()
         _check(dataset, "the default data" if name is None else f"--data {name}", settings.global_batch)
         return dataset
@@ -143,13 +148,14 @@ class Loader:
         settings = self._mesh.settings
         size = settings.global_batch // settings.dp
         first = consumed + self._mesh.rank("dp") * size
-        with told_by_one(not any(self._mesh.rank(axis) for axis in ("pp", "cp", "tp"))):
+        with told_by_one(not any(self._mesh.rank(axis) for axis in ("pp", "cp", "tp"))), aside():
             indices = [self._index(n) for n in range(first, first + size)]
-            batch = _stack(indices, [self._sample(index) for index in indices])
+            batch = _stack(indices, [self._sample(index, n) for n, index in enumerate(indices, first)])
         return {name: x.to(self._mesh.device) for name, x in batch.items()}
 
-    def _sample(self, index: int) -> dict[str, Tensor]:
-        """Sample `index` of the dataset as tensors; ValueError naming it where it is none."""
+    def _sample(self, index: int, n: int) -> dict[str, Tensor]:
+        """Sample `index` of the dataset, the n-th of the run, as tensors; ValueError naming it where it is none."""
+        seed_data(self._seed * 0x9E3779B97F4A7C15 + n)
         try:
             sample = self._dataset[index]
         except Exception as error:

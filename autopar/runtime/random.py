@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,6 +43,24 @@ def restore_streams(states: Mapping[str, Tensor]) -> None:
         random.setstate((random.Random.VERSION, tuple(map(int, numbers)), None if math.isnan(gauss) else gauss))
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """What is drawn within it is not of the model's streams, which go on after it where they were."""
+    before = streams()
+    try:
+        yield
+    finally:
+        restore_streams(before)
+
+
+def seed_data(seed: int) -> None:
+    """Seed what a dataset draws by: torch, Python and, where it is imported, numpy. To be called `aside`."""
+    torch.manual_seed(seed % 2**63)
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed % 2**32)
 
 
 def dropout(x: Tensor, p: float, training: bool, shards: tuple[str, ...] = ()) -> Tensor:

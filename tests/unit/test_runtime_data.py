@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 import time
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.utils.data
@@ -48,6 +50,44 @@ def test_without_shuffle_step_k_takes_the_samples_in_order_and_goes_round() -> N
     for dp in (1, 2, 4):
         batches = global_batches(dp, 3, shuffle=False, seed=0)
         assert batches == [list(range(8)), list(range(8, 16)), [16, 17, 18, 19, 0, 1, 2, 3]]
+
+
+class Drawn(Numbers):
+    """Masks its samples at random, as for masked language modelling, in three ways."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input_ids": [index, torch.rand(()), random.random(), np.random.rand()]}
+
+
+def test_what_a_dataset_draws_is_the_same_on_every_rank_and_none_of_the_model_s() -> None:
+    def drawn(state: int, dp: int) -> tuple[Tensor, Tensor]:
+        """The second global batch, on ranks whose streams are elsewhere, and what the model draws next."""
+        torch.manual_seed(state)
+        random.seed(state)
+        np.random.seed(state)  # noqa: NPY002 - as datasets do
+        settings, parts = make_settings(dp=dp), []
+        for replica in range(dp):
+            mesh: Any = SimpleNamespace(settings=settings, device=torch.device("cpu"), rank=lambda _, r=replica: r)
+            loader = Loader(Drawn(), mesh, shuffle=True, seed=1)
+            parts.append(loader.batch(settings.global_batch)["input_ids"])
+        return torch.cat(parts), torch.rand(3)
+
+    (one, after), (two, after_two) = drawn(1, dp=1), drawn(2, dp=2)
+    assert torch.equal(one, two) and one.unique().numel() == 4 * 8
+    assert torch.equal(after, torch.rand(3, generator=torch.Generator().manual_seed(1)))
+    assert not torch.equal(after, after_two)
+
+
+def test_a_dataset_that_is_drawn_is_the_same_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine: Any = ModuleType("mine")
+    mine.make = lambda: [{"x": torch.rand(2), "y": random.random()} for _ in range(8)]
+    monkeypatch.setitem(sys.modules, "mine", mine)
+    found = []
+    for state in (1, 2):
+        torch.manual_seed(state)
+        found.append(load_dataset("mine:make", make_settings())[7])
+        assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(state)))
+    assert torch.equal(found[0]["x"], found[1]["x"]) and found[0]["y"] == found[1]["y"]
 
 
 def test_shuffled_order_depends_on_the_seed_alone_and_covers_each_epoch() -> None:
