@@ -11,6 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -93,8 +94,8 @@ def _finish(target: Path, manifest: Manifest, keep: int | None) -> None:
     _sync(target.parent)
     older = [path for path in _folders(target.parent) if _number(path) <= manifest["step"]]  # later ones are damaged
     for old in older[keep:] if keep else ():
-        gone = old.rename(old.with_suffix(PARTIAL))  # never half a folder under a good name
-        shutil.rmtree(gone)
+        with suppress(OSError):  # the save is done: what cannot go now may go with the next
+            shutil.rmtree(old.rename(old.with_suffix(PARTIAL)))  # never half a folder under a good name
 
 
 def _sync(folder: Path) -> None:
@@ -108,6 +109,13 @@ def _sync(folder: Path) -> None:
 
 def _seal(manifest: Manifest) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _is_form(manifest: Manifest) -> bool:
+    """Whether it is what a save writes: anybody can make the seal of anything."""
+    numbers = [manifest[name] for name in ("step", "samples", "seed", "ranks")]
+    numbers += [size for size, _ in manifest["files"].values()]
+    return all(type(number) is int for number in numbers) and isinstance(manifest["plan"], dict)
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -134,7 +142,7 @@ def find_checkpoint(folder: Path) -> tuple[Path, Manifest] | None:
 
     Raises ValueError, naming files, where DIR has checkpoints and none is whole. None: it has none at all.
     """
-    if folder.suffix == PARTIAL or any((folder / name).exists() for name in (MANIFEST, LIST)):
+    if on_first(lambda: folder.suffix == PARTIAL or any((folder / name).exists() for name in (MANIFEST, LIST))):
         return folder, _checked(folder)
     faults = []
     for path in on_first(lambda: _folders(folder)):
@@ -180,8 +188,8 @@ def _manifest(folder: Path) -> Manifest:
         raise ValueError(f"{folder} is not whole: its save did not end, or {MANIFEST} is missing")
     try:
         manifest: dict[str, Any] = json.loads(path.read_text())
-        sealed = manifest.pop("seal") == _seal(manifest)
-    except (ValueError, KeyError, TypeError, AttributeError):
+        sealed = manifest.pop("seal") == _seal(manifest) and _is_form(manifest)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         sealed = False
     if not sealed or folder in _folders(folder.parent) and _number(folder) != manifest["step"]:
         raise ValueError(f"{path} is damaged, or of another save")

@@ -62,8 +62,13 @@ class Optimizer:
         return {key: self._like(name, value) for key, value in own.items() if isinstance(value, Tensor)}
 
     def load_states(self, name: str, states: Mapping[str, Tensor]) -> None:
+        """Take states as saved. Counters go where torch's load_state_dict has them."""
+        part = self._parts[name]
+        options = next((g for g in self._optimizer.param_groups if any(p is part for p in g["params"])), {})
+        on_device = bool(options.get("fused") or options.get("capturable"))
         own = {key: local_part(value) for key, value in states.items()}
-        self._optimizer.state[self._parts[name]].update(own)
+        moved = {key: x if key == "step" and not on_device else x.to(part.device) for key, x in own.items()}
+        self._optimizer.state[part].update(moved)
 
     def _like(self, name: str, value: Tensor) -> Tensor:
         p = self._parameters[name]

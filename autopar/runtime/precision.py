@@ -67,7 +67,7 @@ class LossScale:
             self.scale, self.clean, self.skipped = self.scale / 2, 0, self.skipped + 1
             return
         self.clean, self.skipped = self.clean + 1, 0
-        if self.clean == self.interval:
+        if self.clean >= self.interval:  # more, where a run with a longer one is resumed
             self.scale, self.clean = min(2 * self.scale, _LARGEST), 0
 
     @property

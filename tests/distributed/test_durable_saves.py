@@ -261,12 +261,12 @@ def test_a_truncated_file_and_one_of_another_step_are_refused_by_train(saved: Pa
 # Folders
 
 
-def _write(folder: Path, step: int, size: int = 100) -> None:
+def _write(folder: Path, step: int, size: int = 100, keep: int | None = None) -> None:
     def write(partial: Path) -> None:
         for name in ("__0_0.distcp", ".metadata"):
             (partial / name).write_bytes(bytes([step]) * size)
 
-    folders.write_folder(folder, {"step": step}, write, keep=None)
+    folders.write_folder(folder, {"step": step, "samples": step, "seed": 0, "plan": {}}, write, keep)
 
 
 def _truncate(folder: Path) -> None:
@@ -306,6 +306,23 @@ def _edited_manifest(folder: Path) -> None:
     path.write_text(path.read_text().replace('"step": 3', '"step": 30'))
 
 
+def _sealed(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    """A manifest of another form, whose seal is right: it is no secret."""
+
+    def write(folder: Path) -> None:
+        path = folder / "manifest.json"
+        manifest = json.loads(path.read_text())
+        del manifest["seal"]
+        change(manifest)
+        path.write_text(json.dumps({**manifest, "seal": folders._seal(manifest)}))
+
+    return write
+
+
+def _deep_manifest(folder: Path) -> None:
+    (folder / "manifest.json").write_text("[" * 100_000)
+
+
 def _half_a_manifest(folder: Path) -> None:
     path = folder / "manifest.json"
     path.write_text(path.read_text()[:40])
@@ -322,6 +339,10 @@ FAULTS: Sequence[tuple[Callable[[Path], None], str]] = (
     (_manifest_of_another, r"step-3/manifest.json is damaged, or of another save"),
     (_edited_manifest, r"step-3/manifest.json is damaged, or of another save"),
     (_half_a_manifest, r"step-3/manifest.json is damaged, or of another save"),
+    (_deep_manifest, r"step-3/manifest.json is damaged, or of another save"),
+    (_sealed(lambda m: m.pop("plan")), r"step-3/manifest.json is damaged, or of another save"),
+    (_sealed(lambda m: m.update(samples="3")), r"step-3/manifest.json is damaged, or of another save"),
+    (_sealed(lambda m: m["files"].update({".metadata": 3})), r"step-3/manifest.json is damaged, or of another save"),
 )
 
 
@@ -346,5 +367,33 @@ def test_what_is_damaged_or_mixed_is_refused_by_name_and_the_one_before_taken(tm
             assert folders.find_checkpoint(folder)
             assert len(list(folder.glob("replaced-step-3-*"))) == 1  # nothing is thrown away
         assert folders.find_checkpoint(tmp_path / "none") is None
+
+    run_ranks(1, on_rank)
+
+
+def test_a_folder_that_one_rank_does_not_see_is_refused_by_all(tmp_path: Path) -> None:
+    """As where nodes do not share a disk: no rank waits for another."""
+
+    def on_rank(rank: int) -> None:
+        _write(tmp_path / "0", 1)
+        with pytest.raises(ValueError, match="1/step-1 is not whole"):
+            folders.find_checkpoint(tmp_path / str(rank) / "step-1")
+
+    run_ranks(2, on_rank, timeout=30)
+
+
+def test_a_save_is_done_where_an_older_one_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    remove = shutil.rmtree
+
+    def busy(path: Path, ignore_errors: bool = False) -> None:
+        if path.name == "step-1.partial":
+            raise OSError("busy")
+        remove(path, ignore_errors)
+
+    def on_rank(rank: int) -> None:
+        _write(tmp_path, 1)
+        monkeypatch.setattr(shutil, "rmtree", busy)
+        _write(tmp_path, 2, keep=1)
+        assert names(tmp_path) == {"step-1.partial", "step-2"}
 
     run_ranks(1, on_rank)

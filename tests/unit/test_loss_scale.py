@@ -76,6 +76,15 @@ def test_the_state_makes_the_round_trip() -> None:
     assert (other.scale, other.clean, other.skipped) == (32768.0, 2, 0)
 
 
+def test_a_shorter_interval_than_a_resumed_run_had_is_met() -> None:
+    scale, other = LossScale(interval=5), LossScale(interval=2)
+    for _ in range(3):
+        scale.update(False)
+    other.load(scale.state())
+    other.update(False)
+    assert (other.scale, other.clean) == (131072.0, 0)
+
+
 def test_growth_stays_finite() -> None:
     scale = LossScale(2.0**127, interval=1)
     scale.update(False)
