@@ -194,7 +194,7 @@ class Plan:
             data = yaml.safe_load(path.read_text())
             check_form(data)
             return Plan.from_dict(data)
-        except (OSError, ValueError, TypeError, ArithmeticError, yaml.YAMLError) as error:
+        except (OSError, ValueError, TypeError, ArithmeticError, RecursionError, yaml.YAMLError) as error:
             raise PlanError(f"{path}: {error}") from error
 
 

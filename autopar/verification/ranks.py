@@ -208,7 +208,7 @@ def _trained(rank: int, world_size: int, folder: Path, program: Any, job: Any) -
     # After the fork: the parent needs no process group.
     runtime = importlib.import_module("runtime.trainer" if job["sources"] else "autopar.runtime.trainer")
     if job["sources"]:
-        _check_values(runtime.Trainer(program, Path(job["folder"]), seed=0, device="cpu"))
+        _check_values(runtime.Trainer(program, seed=0, device="cpu"))
     trainer = runtime.Trainer(program, job["weights"], seed=0, device="cpu")
     share, replica = program.SETTINGS.global_batch // program.SETTINGS.dp, trainer.mesh.rank("dp")
     losses, norms, gradients = [], [], {}

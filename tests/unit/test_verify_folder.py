@@ -119,7 +119,7 @@ FILES: dict[str, tuple[str, str]] = {
     ".original/original.json": ('{"model": ', "original.json is damaged"),
     ".original/plan.yaml": ("!!python/object/apply:os.getpid []", "plan.yaml"),
     ".original/model.py": ("\udcff", "model.py is damaged"),
-    "plan.yaml": ("[", "plan.yaml"),
+    "plan.yaml": ("[" * 600, "plan.yaml"),  # deeper than Python's stack
     "model.py": ("\udcff", "model.py is damaged"),
     "train.py": ("def", "cannot train"),
 }
@@ -139,6 +139,12 @@ def test_a_damaged_file_is_one_error(name: str, program: Path, capfd: pytest.Cap
 def test_a_folder_that_trains_is_the_same(program: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(program), "--steps", "1"]) == 0
     assert "computes what the original computes" in capfd.readouterr().out
+
+
+def test_a_folder_is_asked_for_what_training_begins_with(program: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Not for a checkpoint in it, which --init alone would read."""
+    (program / "step-1").mkdir()
+    assert main(["verify", str(program), "--steps", "1"]) == 0, capfd.readouterr().err
 
 
 def test_a_folder_without_what_trains_is_refused(program: Path, capfd: pytest.CaptureFixture[str]) -> None:
