@@ -116,7 +116,7 @@ def _ended(name: str, process: Any, receiver: Connection, begin: float, timeout:
 
 
 def summary(outcomes: list[Outcome], kinds: dict[str, str]) -> str:
-    """The table by kind."""
+    """The table by kind, then each refusal and crash with what it says."""
     rows = []
     for kind in KINDS:
         counts = Counter(o.outcome for o in outcomes if kinds[o.name] == kind)
@@ -125,7 +125,9 @@ def summary(outcomes: list[Outcome], kinds: dict[str, str]) -> str:
         rows.append((f"*For{kind}", runs, counts[PLANNED], share, counts[REFUSED], counts[CRASHED], counts[OWN]))
     heads = ("classes", "run", "planned", "", "refused", "crashed", "own forward fails")
     table = tabulate(rows, headers=heads, tablefmt="github")
-    return f"{table}\n"
+    failed = [o for o in outcomes if o.outcome in (REFUSED, CRASHED)]
+    reasons = (f"{o.outcome} at {o.at}: {o.name}: {o.reason}" for o in sorted(failed, key=lambda o: o.reason))
+    return "\n".join([table, "", *reasons, ""])
 
 
 if __name__ == "__main__":

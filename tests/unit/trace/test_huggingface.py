@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 
 import autopar
@@ -102,3 +104,17 @@ def test_adapters_need_no_inputs() -> None:
     trained = {name for name, facts in result.program.parameters.items() if facts.requires_grad}
     assert len(trained) == 4 and all(".lora_" in name for name in trained)
     assert len(result.program.layer_calls) == 2
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen2Moe"])
+def test_a_mixture_with_the_loss_of_its_router_is_saved(name: str, tmp_path: Path) -> None:
+    sizes = {"num_local_experts": 4, "num_experts": 4, "moe_intermediate_size": 16}
+    config = getattr(transformers, f"{name}Config")(
+        hidden_size=32, intermediate_size=64, shared_expert_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, vocab_size=99, num_experts_per_tok=2, output_router_logits=True,
+        **sizes,
+    )  # fmt: skip
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    result = autopar.parallelize(model, 2, gpu="cpu", sequence=16, global_batch=2, micro_batch=2, tp=2)
+    result.save(tmp_path / "program")
+    assert (tmp_path / "program" / "model.py").exists()
