@@ -95,6 +95,8 @@ def cp_sizes(program: Program, job: Job, pins: Pins) -> list[int]:
     if fixed := program.fixed_length:
         fixed.check_uncut(f"attention={pins.attention!r}" if pins.attention else f"cp={pins.cp}", _asked_cp(pins))
         return [1]
+    if job.sequence == 1 and (ranks := _asked_cp(pins)) > 1:
+        raise PlanError(f"cp={ranks}: the inputs of {job.name} have no sequence to cut: leave cp and attention free")
     if pins.cp is not None:
         return [pins.cp]
     sizes = [c for c in divisors(job.cluster.gpus) if job.sequence % (c * program.sequence_multiple) == 0]

@@ -10,9 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
+from autopar.api import parallelize
 from autopar.cli import main
+from autopar.errors import PlanError
 from autopar.mesh import Mesh
 from autopar.plan import Plan
 
@@ -44,6 +47,14 @@ def test_wrong_commands_and_folders(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "no command 'pln' (did you mean 'plan'?); there are plan, emit, run, verify" in capsys.readouterr().err
     assert main(["verify", str(tmp_path / "nowhere")]) == 2
     assert "nowhere does not exist: name a saved program" in capsys.readouterr().err
+
+
+def test_cp_without_a_sequence() -> None:
+    model = torch.nn.Linear(4, 1)
+    with pytest.raises(PlanError, match="cp=2: the inputs of Linear have no sequence to cut: leave cp"):
+        parallelize(
+            model, 2, gpu="cpu", cp=2, inputs={"input": torch.ones(4, 4)}, loss=lambda outputs, batch: outputs.mean()
+        )
 
 
 def test_choices_are_checked_before_the_model_is_imported(capsys: pytest.CaptureFixture[str]) -> None:
