@@ -66,6 +66,8 @@ def _call(op: Op, target: Any) -> str:
         return f"{_full_name(target)}({op.rest()})"
     if name in _FUNCTIONAL:
         return f"F.{name}({op.rest()})"
+    if name.startswith("fft_"):
+        return f"torch.fft.{name.removeprefix('fft_')}({op.rest()})"
     if isinstance(op.given.get("self"), fx.Node) and op.schema[0].name == "self" and hasattr(torch.Tensor, name):
         return f"{op.operand(0)}.{name}({op.rest()})"
     return f"torch.{name}({op.rest()})" if _is_of_schema(name) else f"{_full_name(target)}({op.rest()})"

@@ -31,34 +31,35 @@ class Segment:
 
 def segments(block: Block, lists: LayerLists) -> list[Segment]:
     """Every op of the block in exactly one segment, in the order of the calls."""
-    ops = block.ops
+    ops, free = block.ops, _free_of_parameters(block)
     paths = [lists.layer(info(node).module) for node in ops]
     inside = [i for i, path in enumerate(paths) if path is not None]
     if not inside:
-        return _without_lists(ops)
-    free = _free_of_parameters(block)
+        return _without_lists(ops, free)
     tables, prologue = Segment(TABLES), Segment(PROLOGUE)
     for node in ops[: inside[0]]:
         (tables if node in free else prologue).nodes.append(node)
     layers, gaps = _layers_and_gaps(ops[inside[0] :], paths[inside[0] :], free, tables)
     _join_gaps(layers, gaps)
-    _return_private_tables(tables, prologue)
+    _move_private(free, tables, prologue)
     epilogue = Segment(EPILOGUE, gaps[-1])
     middle = [s for layer, gap in zip(layers, [*gaps[:-1], []], strict=True) for s in (layer, Segment(BETWEEN, gap))]
     return [tables, prologue, *middle, epilogue]
 
 
-def _without_lists(ops: list[fx.Node]) -> list[Segment]:
+def _without_lists(ops: list[fx.Node], free: set[fx.Node]) -> list[Segment]:
     """A model without a list of layers: all before its last module is one run, which can be recomputed as a layer is.
 
-    Head and loss stay together in the epilogue, where the loss can be computed in slices.
+    Head and loss stay together in the epilogue, where the loss can be computed in slices, with what is made of labels.
     """
     modules = [info(node).module for node in ops]
     last = max((i for i, module in enumerate(modules) if module), default=0)
     head = next((i + 1 for i in range(last - 1, -1, -1) if modules[i] != modules[last]), 0)
     if not _reads_parameters(ops[:head]):
         head = 0
-    return [Segment(PROLOGUE), Segment(BETWEEN, ops[:head]), Segment(EPILOGUE, ops[head:])]
+    before, epilogue = Segment(BETWEEN, ops[:head]), Segment(EPILOGUE, ops[head:])
+    _move_private(free, before, epilogue)
+    return [Segment(PROLOGUE), before, epilogue]
 
 
 def _layers_and_gaps(
@@ -123,11 +124,11 @@ def _free_of_parameters(block: Block) -> set[fx.Node]:
     return free
 
 
-def _return_private_tables(tables: Segment, prologue: Segment) -> None:
-    """Tables that only the prologue reads belong to it (positions of a learned embedding, say)."""
-    home = set(prologue.nodes)
-    for node in reversed(list(tables.nodes)):
-        if node.users and all(user in home for user in node.users):
-            tables.nodes.remove(node)
-            prologue.nodes.insert(0, node)
+def _move_private(free: set[fx.Node], source: Segment, target: Segment) -> None:
+    """Values free of parameters that only one other run reads belong to it (positions of a learned embedding, say)."""
+    home = set(target.nodes)
+    for node in reversed(list(source.nodes)):
+        if node in free and node.users and all(user in home for user in node.users):
+            source.nodes.remove(node)
+            target.nodes.insert(0, node)
             home.add(node)

@@ -86,7 +86,7 @@ def test_the_padded_program_computes_the_model() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"multiple": 0}, "pad_to_multiple_of=0: use a whole number of tokens, 1 or more"),
+        ({"multiple": 0}, "pad_to_multiple_of=0: use a whole number of tokens, 1 to 100,000,000"),
         ({"sequence": 1}, "pad_to_multiple_of is for sequences, and these inputs have none"),
         (
             {"sequence": 62, "multiple": 100},

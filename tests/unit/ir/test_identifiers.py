@@ -32,7 +32,10 @@ def test_what_is_made_is_plain_and_means_itself(name: str) -> None:
     made = identifier(name, "v")
     assert is_plain(made) and not keyword.iskeyword(made) and identifier(made, "v") == made
     namespace: dict[str, object] = {}
-    exec(f"class C:\n    {made} = 1\n    def f(self): return self.{made}\nx = C().f(), '{made}' in vars(C)", namespace)
+    exec(
+        f"class C:\n    {made} = 1\n    def read_it(self): return self.{made}\nx = C().read_it(), '{made}' in vars(C)",
+        namespace,
+    )
     assert namespace["x"] == (1, True)
 
 
