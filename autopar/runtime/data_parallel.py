@@ -14,7 +14,7 @@ gather, and its reduced gradient back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -79,19 +79,7 @@ class Replicated:
 
     def after_backward(self) -> None:
         """Called after a step's last backward; then each gradient is the global one, or its shard."""
-        parameters = [p for p in self._model.parameters() if p.grad is not None]
-        self._sum_partial(parameters)
-        if self._mesh.size("data") > 1:
-            all_reduce_buckets([local_part(p.grad) for p in parameters], self._mesh.group("data"))
-
-    def _sum_partial(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Gradients of replicated parameters used in sharded work: once a step rather than at each use."""
-        partial = [p for p in parameters if isinstance(p.grad, DTensor) and p.grad.placements[0].is_partial()]
-        if not partial:
-            return
-        all_reduce_buckets([local_part(p.grad) for p in partial], self._mesh.group("tp"))
-        for p in partial:
-            p.grad = DTensor.from_local(local_part(p.grad), self._mesh.axes["tp"], [Replicate()], run_check=False)
+        _sum_gradients(self._model.parameters(), self._mesh)
 
 
 class Sharded:
@@ -99,7 +87,7 @@ class Sharded:
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], mesh: Mesh) -> None:
         assert isinstance(model, FSDPModule)
-        self._model, self._settings = model, mesh.settings
+        self._model, self._settings, self._mesh = model, mesh.settings, mesh
         prefetch = Prefetch(model, [unit.first for unit in units if not unit.method])
         for unit in units:
             if unit.method:
@@ -126,10 +114,31 @@ class Sharded:
         state._root_post_backward_final_callback()
 
     def after_backward(self) -> None:
-        """Nothing is left to do: fully_shard has reduced in the backwards."""
+        """fully_shard has reduced in the backwards, but for what it does not take."""
+        _sum_gradients(_scalars(self._model), self._mesh)
 
 
 DataParallel = Replicated | Sharded  # how the replicas of a stage keep their gradients together
+
+
+def _scalars(model: nn.Module) -> list[nn.Parameter]:
+    """Parameters without a dim, which fully_shard refuses: each rank keeps them whole."""
+    return [p for p in model.parameters() if not p.dim()]
+
+
+def _sum_gradients(parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
+    """Sum the gradients of parameters that are whole on each replica over the data axis.
+
+    Those of replicated parameters used in sharded work are summed over tp first: once a step, not at each use.
+    """
+    trained = [p for p in parameters if p.grad is not None]
+    partial = [p for p in trained if isinstance(p.grad, DTensor) and p.grad.placements[0].is_partial()]
+    if partial:
+        all_reduce_buckets([local_part(p.grad) for p in partial], mesh.group("tp"))
+    for p in partial:
+        p.grad = DTensor.from_local(local_part(p.grad), mesh.axes["tp"], [Replicate()], run_check=False)
+    if trained and mesh.size("data") > 1:
+        all_reduce_buckets([local_part(p.grad) for p in trained], mesh.group("data"))
 
 
 def _run_in(unit: Unit, model: nn.Module, prefetch: Prefetch) -> None:
@@ -157,7 +166,10 @@ def _shard(modules: list[nn.Module], mesh: Mesh) -> None:
     place = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if mesh.settings.offload else OffloadPolicy()
     one = modules if len(modules) > 1 else modules[0]
     again = mesh.settings.zero == 3
-    fully_shard(one, mesh=over, reshard_after_forward=again, mp_policy=policy, offload_policy=place)
+    apart = {p for module in modules for p in _scalars(module)}
+    fully_shard(
+        one, mesh=over, reshard_after_forward=again, mp_policy=policy, offload_policy=place, ignored_params=apart
+    )
     # Losses are shares of the global mean, so gradients are summed. Sum first: gloo has no scaled reduction.
     # These two are not recursive, hence set on every unit.
     unit = modules[0]

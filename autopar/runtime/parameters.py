@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from .mesh import current
-from .precision import storage_dtype
+from .precision import compute_dtype, storage_dtype
 
 Shape = tuple[int, ...]
 Value = Callable[[str, torch.Size], Tensor]  # name, global shape → the whole tensor, on the CPU
@@ -54,13 +54,18 @@ def tie(module: nn.Module, name: str, other: str, shape: Shape, shard: int | Non
 
 
 def local(p: Tensor) -> Tensor:
-    """This rank's part of a parameter; its gradient lies as the parameter does."""
-    return p.to_local() if isinstance(p, DTensor) else p
+    """This rank's part of a parameter, in the compute dtype; its gradient lies as the parameter does."""
+    return _computed(p.to_local() if isinstance(p, DTensor) else p)
 
 
 def summed(p: Tensor) -> Tensor:
     """This rank's part of a replicated parameter used in sharded work: its gradient is summed over tp."""
-    return p.to_local(grad_placements=[Partial()]) if isinstance(p, DTensor) else p
+    return _computed(p.to_local(grad_placements=[Partial()]) if isinstance(p, DTensor) else p)
+
+
+def _computed(p: Tensor) -> Tensor:
+    """A parameter without a dim is kept out of fully_shard, which casts the others."""
+    return p if p.dim() else p.to(compute_dtype(current().settings))
 
 
 def materialise(module: nn.Module, prefix: str, value: Value) -> None:
