@@ -14,8 +14,11 @@ from collections.abc import Iterator
 from types import CodeType, FunctionType, TracebackType
 from typing import Any
 
+import torch
+
 from .source import is_the_models
 
+_BUILTINS = ("abs", "all", "any", "bool", "float", "int", "isinstance", "len", "max", "min", "sum", "type")
 Position = tuple[int, int, int, int]  # first line, last line, first column, last column, as code objects have them
 _Edits = dict[Position, bool]  # where a test is → what it is taken to be
 
@@ -91,8 +94,8 @@ def _check(tree: ast.Module, at: Position) -> tuple[Position, bool] | None:
     for node in ast.walk(tree):
         # The jump after a test has the position of the whole statement.
         if isinstance(node, ast.If | ast.Assert) and (_holds(node.test, at) or _position(node) == at):
-            if any(isinstance(part, ast.NamedExpr | ast.Await | ast.Yield) for part in ast.walk(node.test)):
-                return None  # without the test, what it names would be missing
+            if not _only_computes(node.test, tree):
+                return None  # without the test, what it names or sets would be missing
             if isinstance(node, ast.Assert):
                 return _position(node.test), True
             if _only_raises(node.body):
@@ -100,6 +103,31 @@ def _check(tree: ast.Module, at: Position) -> tuple[Position, bool] | None:
             if _only_raises(node.orelse):
                 return _position(node.test), True
     return None
+
+
+def _only_computes(node: ast.AST, tree: ast.Module, inside: tuple[str, ...] = ()) -> bool:
+    """Whether a test, or a function that it calls, leaves nothing behind. inside: the functions that call it."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom | ast.Global | ast.Nonlocal):
+            return False
+        if isinstance(part, ast.Attribute | ast.Subscript) and not isinstance(part.ctx, ast.Load):
+            return False
+        if isinstance(part, ast.Call) and not _call_computes(part, tree, inside):
+            return False
+    return True
+
+
+def _call_computes(call: ast.Call, tree: ast.Module, inside: tuple[str, ...]) -> bool:
+    """Of builtins, torch, math and tensors' methods, but for those in place, or a function of the same file."""
+    owner, _, name = ast.unparse(call.func).rpartition(".")
+    if owner in ("", "self"):
+        functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == name]
+        known = not owner and name in _BUILTINS
+        computes = all(_only_computes(function, tree, (*inside, name)) for function in functions)
+        return known or bool(functions) and name not in inside and computes
+    if name.endswith("_"):
+        return False
+    return owner.partition(".")[0] in ("torch", "math", "F") or hasattr(torch.Tensor, name)
 
 
 def _only_raises(body: list[ast.stmt]) -> bool:

@@ -135,5 +135,18 @@ class Remembering(Checked):
         return super().forward(ids, labels)
 
 
+class Touching(Checked):
+    """A check whose test calls what sets what the loss reads."""
+
+    def touch(self, x: Tensor) -> bool:
+        self.kept = x * 2
+        return bool(x.isfinite().all())
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        self.kept = self.tower(ids)
+        assert self.touch(self.kept)
+        return F.cross_entropy(self.head(self.kept).flatten(0, 1), labels.flatten())
+
+
 _LM = {"ids": ids(), "labels": ids()}
 CASES = (Case("checked", Checked, _LM, {"dp": 2}),)

@@ -104,7 +104,10 @@ def test_checks_that_only_raise_are_left_out_and_come_back(kind: type[nn.Module]
     assert (kind.forward.__code__, checks.check_positive.__code__) == before
 
 
-@pytest.mark.parametrize("kind", [checks.Caught, checks.Suppressed, checks.Naming, checks.Remembering])
+EFFECTS = [checks.Caught, checks.Suppressed, checks.Naming, checks.Remembering, checks.Touching]
+
+
+@pytest.mark.parametrize("kind", EFFECTS)
 def test_checks_with_another_effect_are_refused(kind: type[nn.Module]) -> None:
     with pytest.raises(TraceError, match=r"torch\.where"):
         trace(kind(), LM, torch.float32)
