@@ -50,7 +50,7 @@ def test_table() -> None:
 def test_explain_has_a_ledger_of_each_stage() -> None:
     pinned = parallelize(build, 2, **OPTIONS, pp=2, dp=1, tp=1)
     text = pinned.explain()
-    assert "stage 0 (layers 0–0, embedding)" in text and "stage 1 (layers 1–1, head)" in text
+    assert "stage 0 (layer 0, embedding)" in text and "stage 1 (layer 1, head)" in text
     assert "activations" in text and "one micro-batch" in text
 
 

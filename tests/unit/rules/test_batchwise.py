@@ -37,11 +37,10 @@ def test_what_reads_each_sample_by_itself_passes_the_batch(line: str) -> None:
         "  y: [b, s, 8] = renorm(x, 2, 1, 1.0)",  # norms over the batch
         "  y: [b, s, 8] = renorm(x, 2, 2, 1.0)",
         "  y: [b, s, s] = cdist(x, x, 2.0, 7)",  # fails to run
-        "  y: [b, s, 8] = bernoulli(x)",  # random
         "  y: [8, 8] = corrcoef(x)",  # no batch left
     ],
 )
-def test_what_couples_samples_or_is_random_does_not(line: str) -> None:
+def test_what_couples_samples_does_not(line: str) -> None:
     node = op(line)
     assert not is_batchwise(node)
     assert not any(s.output.is_shard for s in strategies(node, rule_of(node), DATA))

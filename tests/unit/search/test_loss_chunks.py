@@ -87,7 +87,7 @@ def test_table_and_ledger_say_so() -> None:
 def test_pins() -> None:
     assert found(80, loss_chunks=5).chosen.plan.loss_chunks == 5
     assert found(80, forbid={"loss_chunks": [1, 2]}).chosen.plan.loss_chunks == 4
-    with pytest.raises(PlanError, match="loss_chunks=0: use 1 or more"):
+    with pytest.raises(PlanError, match="loss_chunks=0: use a whole number of slices, 1 to 65,536"):
         Pins(loss_chunks=0)
     with pytest.raises(PlanError, match="loss_chunks=2: the loss is no plain sum .*; use loss_chunks=1"):
         search([costs(0.1)], CLUSTER, global_batch=8, sequence=SEQUENCE, pins=Pins(loss_chunks=2))
