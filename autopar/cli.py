@@ -66,7 +66,7 @@ class _Parser(argparse.ArgumentParser):
 
     @property
     def known_options(self) -> list[str]:
-        """Those of its commands too."""
+        """The flags of this parser and of its commands, as `--zero`."""
         known = [option for action in self._actions for option in action.option_strings]
         for action in self._actions:
             if isinstance(action.choices, Mapping):

@@ -59,7 +59,7 @@ def _given(e: Emission, call: Call) -> str:
 
 
 def _tables(e: Emission) -> list[str]:
-    """What every stage makes."""
+    """The line that calls `_tables`, whose values every stage makes for itself; none without tables."""
     if TABLES not in e.program.blocks:
         return []
     call = e.program.call_of(TABLES)

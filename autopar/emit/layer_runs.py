@@ -48,8 +48,10 @@ def parent(call: Call) -> str:
 
 
 def offset(program: Program, run: Run) -> int | None:
-    """What to take from the place of a run's layer to have its number in the list; None where its path has none, or is
-    not to be written between others."""
+    """A layer's index in the program minus its number in its list, the same for all layers of a run.
+
+    None where the numbers are not consecutive, or a path has no number or is not plain.
+    """
     paths = [call.path for call in program.layer_calls[run.start : run.stop]]
     before, _, first = paths[0].rpartition(".")
     if not all(map(is_plain_part, paths[0].split("."))) or not is_index(first):
