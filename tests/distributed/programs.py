@@ -6,6 +6,7 @@ errors = parity(subject, subject.plan(tp=2, pp=2, layout=MEGATRON_SP))
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -175,8 +176,10 @@ def subject(
 ) -> Subject:
     """The model with parameters that leave no term of a gradient small: no bias is zero, no norm is one.
 
-    `data`: its own global batches, for a model that takes other inputs than ids and labels.
+    `data`: its own global batches, for a model that takes other inputs than ids and labels. The model given is
+    left as it is: it may be another subject's, whose reference has been computed.
     """
+    model = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(1)
     stored = torch.float32 if dtype.itemsize == 2 else dtype
     with torch.no_grad():
