@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -112,13 +112,24 @@ def _double(tensor: Tensor) -> Tensor:
 
 class raise_float32(TorchFunctionMode):  # noqa: N801 - a context manager, named as torch names its own
     """Within it, the author's literal float32 casts (`.float()`, `.to(torch.float32)`, `dtype=torch.float32`)
-    give float64, so that a float64 run of a model is float64 throughout:
+    give float64, and so do numbers that name no dtype (`torch.full((8,), 0.3)`): a float64 run of a model is float64
+    throughout.
 
         with raise_float32():
             loss = model.double()(**batch)
 
     Calls inside backward hooks and recomputed forwards count too: keep `backward()` within the block.
     """
+
+    def __enter__(self) -> Self:
+        self._default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        torch.set_default_dtype(self._default)
 
     def __torch_function__(
         self,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,17 @@ def storage_dtype(settings: Settings) -> torch.dtype:
 def reduction_dtype(settings: Settings) -> torch.dtype:
     """In which the replicas' gradients are summed, and whole ones accumulated over micro-batches."""
     return DTYPES[settings.reduce_dtype] if settings.reduce_dtype else storage_dtype(settings)
+
+
+@contextmanager
+def default_dtype(settings: Settings) -> Iterator[None]:
+    """Within it, numbers that name no dtype (`torch.full((8,), 0.3)`) are fp64 in fp64, as all else there is."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64 if settings.precision == "fp64" else before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 class LossScale:

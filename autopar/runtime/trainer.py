@@ -32,6 +32,7 @@ from .pipeline import Batch, make_run
 from .precision import (
     LossScale,
     compute_dtype,
+    default_dtype,
     not_finite,
     not_finite_error,
     overflow_error,
@@ -138,7 +139,8 @@ class Trainer:
         batch = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
         self.optimizer.zero_grad()
         self._count(batch)
-        loss = self._run(batch)
+        with default_dtype(self.settings):
+            loss = self._run(batch)
         for stage in self.data_parallel:
             stage.after_backward()
         self.tied.sum_gradients()

@@ -6,6 +6,7 @@ the models stand in `tests/first_hour`, by their kind.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,8 @@ def planned(name: str) -> tuple[Parallelized, Subject]:
         sequence_parallel=sequence_parallel,
     )  # fmt: skip
     batches = [random_batch(inputs_of(result.program), SAMPLES, result.job.sequence, seed) for seed in range(STEPS)]
-    return result, subject(model, torch.float64, result.program, batches)
+    made = subject(model, torch.float64, result.program, batches)
+    return replace(result, job=replace(result.job, model=made.model)), made
 
 
 def with_pins(result: Parallelized, **pins: Any) -> Parallelized:

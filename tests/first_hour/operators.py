@@ -1,4 +1,6 @@
-"""Ops of few models: Kronecker products of parameters, Fourier transforms of features and of the sequence."""
+"""Ops of few models: Kronecker products of parameters, Fourier transforms of features and of the sequence, numbers of
+no stated dtype.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +44,19 @@ class ThreeFactors(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ torch.kron(torch.kron(self.a, self.b), self.c) * self.a.sum()
+
+
+class PlainNumbers(nn.Module):
+    """Numbers of the default dtype that float32 rounds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = torch.linspace(0, 0.1, 16, device=x.device) + torch.arange(16, device=x.device) / 7
+        shares = torch.full(x.shape, 0.3, device=x.device), torch.tensor(0.7, device=x.device)
+        return x * shares[0] + torch.tanh(self.mix(x + steps)) * shares[1]
 
 
 class Mixing(nn.Module):
@@ -96,6 +111,7 @@ CASES = (
     Case("kronecker", lambda: WithLayers(Kronecker), _LM, {"dp": 2, "micro_batch": 2}),
     Case("kronecker scale", lambda: WithLayers(KroneckerScale), _LM, {"dp": 2}),
     Case("three factors", lambda: WithLayers(ThreeFactors), _LM, {"dp": 2}),
+    Case("plain numbers", lambda: WithLayers(PlainNumbers), _LM, {"dp": 2, "micro_batch": 2}),
     Case("mixing", lambda: WithLayers(Mixing), _LM, {"dp": 2, "micro_batch": 2}),
     Case("filter", lambda: WithLayers(Filter), _LM, {"dp": 2}),
     Case("long convolution", lambda: WithLayers(LongConvolution), _LM, {"dp": 2}),

@@ -133,9 +133,11 @@ def test_raise_float32_raises_every_literal_cast() -> None:
             x.softmax(-1, dtype=torch.float32),
             torch.zeros(2, dtype=torch.float32),
             x.type(torch.float32),
+            torch.full((2,), 0.3),
+            torch.arange(3) / 7,
         ]
     assert all(result.dtype is torch.float64 for result in results)
-    assert x.float().dtype is torch.float32
+    assert x.float().dtype is torch.full((2,), 0.3).dtype is torch.float32
 
 
 def test_reference_run_clips_and_leaves_the_model_as_it_is() -> None:
