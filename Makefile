@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+SITE := .venv/lib/python*/site-packages
 READY := .venv/.ready
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
@@ -36,8 +37,9 @@ format: $(READY) ## rewrite the sources as ruff wants them
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt tests/timm_alone.py
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[hf,dev]"
 	$(BIN)/python -m pip install --quiet --no-deps timm==1.0.31 pillow==13.0.0  # its torchvision would bring CUDA's torch
+	cp tests/timm_alone.py $$(echo $(SITE)) && echo import timm_alone > $$(echo $(SITE))/timm_alone.pth
 	touch $(READY)

@@ -6,13 +6,8 @@ eager attention, padding masks, auxiliary losses), at sizes that trace in a seco
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -221,55 +216,12 @@ def timm_model(name: str, **options: Any) -> Callable[[], nn.Module]:
     """A builder of timm's model `name`."""
 
     def build() -> nn.Module:
-        with _without_torchvision():
-            import timm
+        import timm  # here: it takes a second
 
         model: nn.Module = timm.create_model(name, **options)
         return model
 
     return build
-
-
-class _AnyName(type):
-    """A class that has every attribute."""
-
-    def __getattr__(cls, name: str) -> str:
-        return name
-
-
-class _Stub(ModuleType):
-    """A module that has every name."""
-
-    __path__: list[str] = []
-    __version__ = "0"
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _AnyName(name, (), {})
-
-
-class _StubFinder(MetaPathFinder, Loader):
-    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] == "torchvision" else None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return _Stub(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None: ...
-
-
-@contextmanager
-def _without_torchvision() -> Iterator[None]:
-    """timm's models import torchvision, of whose transforms they use none; its wheels here want CUDA's torch."""
-    finder = _StubFinder()
-    sys.meta_path.insert(0, finder)
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(finder)
-        for name in [n for n in sys.modules if n.partition(".")[0] == "torchvision"]:
-            del sys.modules[name]
 
 
 def _timm_vit() -> nn.Module:
