@@ -53,6 +53,11 @@ _REASONS = (  # (what torch says, what that means and what to do), the first tha
     ("Expected all tensors to be on the same device", _DEVICE),
     ("not a known type", _OUTPUT),
 )
+_TOKENS = (
+    "a loop over tokens would be written out for one length: use an op over the whole sequence (attention, a "
+    "convolution, cumsum), or a loop over layers or heads"
+)
+_SAMPLES = "a loop over samples would be written out for one batch: use ops over the whole batch"
 _OWN = (str(Path(logging.__file__).parent), str(Path(__file__).parent))  # frames of these are no model's
 _LOGGER = "torch.fx.experimental.symbolic_shapes"
 
@@ -147,12 +152,8 @@ def _condition(text: str, names: Mapping[sympy.Symbol, sympy.Expr], model: nn.Mo
     here = [frame for frame in reversed(frames) if is_the_models(frame.f_code.co_filename)]
     if not_for is None or not here:
         return []
-    way_out, in_loop = _SIZE, _in_loop(here[-1].f_code.co_filename, here[-1].f_lineno)
-    if in_loop:
-        way_out = (
-            "a loop over tokens would be written out for one length: use an op over the whole sequence (attention, a "
-            "convolution, cumsum), or a loop over layers or heads"
-        )
+    in_loop = _in_loop(here[-1].f_code.co_filename, here[-1].f_lineno)
+    way_out = _SIZE if not in_loop else _TOKENS if S in condition.free_symbols else _SAMPLES
     place = place_of_frames([(frame, frame.f_lineno) for frame in here], model)
     said = f"tracing failed{place}: the model holds where {condition}, which is not so for {not_for}: {way_out}"
     if condition.free_symbols <= {S}:  # kept whole, a submodule sees the whole length, but not all samples

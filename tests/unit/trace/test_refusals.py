@@ -56,6 +56,12 @@ class Loop(Branch):
         return loss
 
 
+class SampleLoop(Branch):
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.emb(ids)
+        return torch.stack([x[i].tanh().mean() for i in range(x.shape[0])]).mean()  # the line
+
+
 class Size(Branch):
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         loss: Tensor = self.emb(ids).mean()
@@ -71,6 +77,7 @@ class Number(Branch):
 
 WAYS_OUT: list[tuple[nn.Module, str]] = [
     (Loop(), "a loop over tokens"),
+    (SampleLoop(), "a loop over samples"),
     (Size(), "derive it from the input's shape"),
     (Branch(), "use torch.where there"),
     (Number(), "keep it a 0-dim tensor"),
