@@ -194,6 +194,9 @@ class Plan:
             data = yaml.safe_load(path.read_text())
             check_form(data)
             return Plan.from_dict(data)
+        except yaml.MarkedYAMLError as error:
+            line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+            raise PlanError(f"{path}{line}: this is no YAML: {error.problem}") from error
         except (OSError, ValueError, TypeError, ArithmeticError, RecursionError, yaml.YAMLError) as error:
             raise PlanError(f"{path}: {error}") from error
 

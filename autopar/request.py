@@ -132,18 +132,19 @@ def _sequence(model: nn.Module, inputs: Mapping[str, Any] | None, sequence: int 
 
     Floating inputs of two dims are tables of features, as the trace takes them: no sequence.
     """
-    if sequence is not None:
-        return sequence
-    if length := sequence_length(inputs or {}):
-        return length
     if inputs is not None:
-        return 1  # no sequence: images, features
-    inner = huggingface_of(model)
-    longest = _LONGEST_DEFAULT if inner is None else longest_sequence(inner)
-    if longest is None:
-        return 1
-    notes.append(f"sequence={min(longest, _LONGEST_DEFAULT)} (of the model's config)")
-    return min(longest, _LONGEST_DEFAULT)
+        longest = sequence_length(inputs) or None
+    else:
+        inner = huggingface_of(model)
+        longest = _LONGEST_DEFAULT if inner is None else longest_sequence(inner)
+    if longest is None and (sequence or 1) > 1:
+        raise PlanError(f"sequence={sequence}: the inputs of {type(model).__name__} have no tokens: leave it out")
+    if sequence is not None or longest is None:
+        return sequence or 1
+    if inputs is None:
+        longest = min(longest, _LONGEST_DEFAULT)
+        notes.append(f"sequence={longest} (of the model's config)")
+    return longest
 
 
 def padded_length(tokens: int, multiple: int | None) -> int:

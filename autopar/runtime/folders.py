@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -92,10 +93,25 @@ def _finish(target: Path, manifest: Manifest, keep: int | None) -> None:
         target.rename(target.with_name(f"replaced-{target.name}-{time.time_ns()}"))
     partial.rename(target)
     _sync(target.parent)
-    older = [path for path in _folders(target.parent) if _number(path) <= manifest["step"]]  # later ones are damaged
-    for old in older[keep:] if keep else ():
+    for old in _older(target, keep) if keep else ():
         with suppress(OSError):  # the save is done: what cannot go now may go with the next
             shutil.rmtree(old.rename(old.with_suffix(PARTIAL)))  # never half a folder under a good name
+
+
+def _older(latest: Path, keep: int) -> list[Path]:
+    """The checkpoints before the latest `keep` that have all their files; those that are damaged do not count."""
+    before = [path for path in _folders(latest.parent) if _number(path) <= _number(latest)]
+    kept = list(islice(filter(_has_its_files, before), keep))
+    return [path for path in before if len(kept) == keep and _number(path) < _number(kept[-1])]
+
+
+def _has_its_files(folder: Path) -> bool:
+    """Without a look at what is in them, which takes long."""
+    try:
+        files = _manifest(folder)["files"]
+        return all((folder / name).stat().st_size == size for name, (size, _) in files.items())
+    except (ValueError, OSError):
+        return False
 
 
 def _sync(folder: Path) -> None:

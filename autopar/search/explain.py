@@ -84,7 +84,7 @@ def _unit(result: SearchResult) -> str:
 
 def footer(result: SearchResult) -> str:
     """How much was searched, what is not legal, how far to trust the figures."""
-    parts = [f"searched {result.searched:,} plans in {result.elapsed_s:.1f} s"]
+    parts = [f"searched {result.searched:,} plan{'s' * (result.searched != 1)} in {result.elapsed_s:.1f} s"]
     if result.do_not_fit:
         parts.append(f"{result.do_not_fit:,} do not fit")
     if result.pruned:

@@ -73,7 +73,10 @@ def search_job(
         raise PlanError(f"no placements for {str(pins) or 'any size'}: {reasons}")
     if all(program.is_between(call.block) for call in program.layer_calls):
         illegal = {**illegal, NO_STAGES: "the model has no list of layers, the items of a ModuleList or Sequential"}
-    if any(read_elsewhere(program)):
+    if elsewhere := next(read_elsewhere(program), None):
+        name, layer, _ = elsewhere
+        why = f"{name} of the layer {layer.path} is read outside of it too"
+        illegal = {**illegal, "zero=3": why, NO_STAGES: why}
         forbidden = {"zero": [3], "pp": range(2, job.cluster.gpus + 1)}
         pins = replace(pins, forbid={k: {*pins.forbid.get(k, ()), *v} for k, v in {**pins.forbid, **forbidden}.items()})
     return search(

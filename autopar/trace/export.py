@@ -12,6 +12,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+import sympy
 import torch
 from torch import nn
 from torch.export import ExportedProgram
@@ -117,7 +118,7 @@ def _export_at(model: nn.Module, sizes: InputSizes) -> ExportedProgram:
     """Export with named dynamic dims, in the ranges and multiples that torch suggests; SizesError where none holds."""
     shapes, deferred = sizes.symbolic(), False
     for _ in range(_MOST_SUGGESTIONS):
-        export = partial(_attempt, model, sizes.example(), shapes, deferred)
+        export = partial(_attempt, model, sizes, shapes, deferred)
         try:
             exported = export()
         except torch._dynamo.exc.UserError as error:  # private path, public class: the only error export documents
@@ -142,12 +143,24 @@ def _export_at(model: nn.Module, sizes: InputSizes) -> ExportedProgram:
     raise SizesError("", sizes, export)
 
 
-def _attempt(model: nn.Module, example: dict[str, Any], shapes: dict[str, Any], deferred: bool) -> ExportedProgram:
-    with Literals(), LossShapes():
-        return torch.export.export(
-            model, (), example, strict=False, dynamic_shapes=shapes,
-            prefer_deferred_runtime_asserts_over_guards=deferred,
-        )  # fmt: skip
+def _attempt(model: nn.Module, sizes: InputSizes, shapes: dict[str, Any], deferred: bool) -> ExportedProgram:
+    unified = model.register_forward_pre_hook(partial(_unify, sizes), with_kwargs=True)
+    try:
+        with Literals(), LossShapes():
+            return torch.export.export(
+                model, (), sizes.example(), strict=False, dynamic_shapes=shapes,
+                prefer_deferred_runtime_asserts_over_guards=deferred,
+            )  # fmt: skip
+    finally:
+        unified.remove()
+
+
+def _unify(sizes: InputSizes, model: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
+    """Tell torch that dims of one size are equal, which it else learns where they meet: too late for half their sum."""
+    first: dict[sympy.Expr, Any] = {}
+    for name, dims in sizes.dims.items():
+        for d, size in dims.items():
+            torch._check(first.setdefault(size, inputs[name].shape[d]) == inputs[name].shape[d])
 
 
 def _suggested(said: str, shapes: dict[str, Any]) -> dict[str, Any] | None:

@@ -1,4 +1,6 @@
-"""Tensors that forward makes of Python numbers: traced as ops that fill, since a constant on meta has no value."""
+"""What forward writes and torch cannot trace as it is: tensors made of Python numbers become ops that fill, since a
+constant on meta has no value; parts of a symbolic size are named.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.overrides import TorchFunctionMode
 
 from ..runtime.trees import tree_leaves
@@ -13,7 +16,7 @@ from ..runtime.trees import tree_leaves
 
 class Literals(TorchFunctionMode):
     """Within: `torch.tensor(numbers)` is a `torch.full` for each number, `x[[2, 3]]` is a slice or reads such a tensor,
-    and `x.data` is `x.detach()`."""
+    `x.chunk(2)` of a size with that factor is a split, and `x.data` is `x.detach()`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -23,9 +26,19 @@ class Literals(TorchFunctionMode):
                 return _filled(data, dtype or _common_dtype(data), kwargs.get("device"))
         if func is Tensor.__getitem__:
             return func(args[0], _index(args[1]))
+        if func in (torch.chunk, Tensor.chunk):
+            return _chunks(func, *args, **kwargs)
         if func == Tensor.data.__get__:  # type: ignore[attr-defined]
             return args[0].detach()
         return func(*args, **kwargs)
+
+
+def _chunks(chunk: Any, input: Tensor, chunks: int, dim: int = 0) -> Any:
+    """Parts of one size where that is certain; torch asks how many there are, which it cannot answer for a symbol."""
+    size: Any = input.shape[dim]
+    if isinstance(size, torch.SymInt) and statically_known_true(size % chunks == 0):
+        return input.split([size // chunks] * chunks, dim)
+    return chunk(input, chunks, dim)
 
 
 def _index(index: Any) -> Any:

@@ -382,6 +382,19 @@ def test_a_folder_that_one_rank_does_not_see_is_refused_by_all(tmp_path: Path) -
     run_ranks(2, on_rank, timeout=30)
 
 
+def test_a_damaged_folder_is_none_of_those_that_stay(tmp_path: Path) -> None:
+    def on_rank(rank: int) -> None:
+        for step in (1, 2, 3):
+            _write(tmp_path, step)
+        _truncate(tmp_path / "step-3")
+        _write(tmp_path, 4, keep=2)
+        assert names(tmp_path) == {"step-2", "step-3", "step-4"}
+        _write(tmp_path, 5, keep=2)
+        assert names(tmp_path) == {"step-4", "step-5"}
+
+    run_ranks(1, on_rank)
+
+
 def test_a_save_is_done_where_an_older_one_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     remove = shutil.rmtree
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .case import Case, Tower, ids
+from .case import VOCABULARY, Case, Tower, ids
 
 
 def _places(logits: Tensor) -> Tensor:
@@ -53,6 +53,32 @@ class Clip(nn.Module):
         return (F.cross_entropy(logits, places) + F.cross_entropy(logits.t(), places)) / 2
 
 
+class TwoViews(nn.Module):
+    """R-Drop: every sample twice in one batch, whose halves are compared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower, self.head = Tower(), nn.Linear(16, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.tower(input_ids.repeat(2, 1)))
+        one, other = logits.log_softmax(-1).chunk(2, 0)
+        apart = F.kl_div(one, other, reduction="sum", log_target=True) / labels.numel()
+        return F.nll_loss(one.flatten(0, 1), labels.flatten()) + apart
+
+
+class BothSides(nn.Module):
+    """Questions and answers through one tower, as one batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = Tower()
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        one, other = torch.chunk(self.tower(torch.cat([left, right])).mean(1), 2)
+        return F.cross_entropy(one @ other.t(), _places(one))
+
+
 _ONE_REPLICA = ("as pinned", "tp2", "pp2", "recompute")
 _PINS = {"dp": 1, "tp": 2, "sequence_parallel": False}
 CASES = (
@@ -63,5 +89,7 @@ CASES = (
         {"input_ids": ids(), "other_ids": ids(), "labels": torch.zeros(2).long()},
         plans=_ONE_REPLICA,
     ),
+    Case("two views", TwoViews, {"input_ids": ids(), "labels": ids()}, plans=_ONE_REPLICA),
+    Case("both sides", BothSides, {"left": ids(), "right": ids()}, plans=_ONE_REPLICA),
     Case("clip", Clip, {"input_ids": ids(), "pixel_values": torch.zeros(2, 3, 8, 8)}, plans=_ONE_REPLICA),
 )

@@ -95,8 +95,9 @@ def attempt(name: str, interpreted: bool = False, processes: bool = False) -> Ou
         loss_of(model(**batch)).backward()
         at, failed = "plan", CRASHED
         normed = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
+        sequence = SEQUENCE if "input_ids" in batch else None
         result = autopar.parallelize(
-            model, gpus=2, gpu="cpu", sequence=SEQUENCE, global_batch=16, batch_norm=_BATCH_NORM[normed]
+            model, gpus=2, gpu="cpu", sequence=sequence, global_batch=16, batch_norm=_BATCH_NORM[normed]
         )
         at = "save"
         with tempfile.TemporaryDirectory() as folder:

@@ -58,3 +58,10 @@ def test_they_are_named_after_the_stage() -> None:
     assert PLAN.sharding == "3"
     assert replace(PLAN, hsdp=4).sharding == "3 hsdp4"
     assert replace(PLAN, hsdp=4, offload=True).sharding == "3 hsdp4 offload"
+
+
+def test_a_file_that_is_no_yaml_is_one_line_with_its_place(tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text("mesh: {pp: 1\nzero: 0\n")
+    with pytest.raises(PlanError, match=r"plan.yaml, line 2: this is no YAML: .*") as refused:
+        Plan.load(tmp_path / "plan.yaml")
+    assert len(str(refused.value).splitlines()) == 1

@@ -70,6 +70,11 @@ def test_sequence_of_the_config() -> None:
     assert job(lambda: LlamaForCausalLM(config), inputs=None, sequence=64).sequence == 64
 
 
+def test_a_sequence_of_inputs_that_have_none() -> None:
+    with pytest.raises(PlanError, match="sequence=77: the inputs of Net have no tokens: leave it out"):
+        job(inputs={"x": torch.zeros(2, 8), "y": torch.zeros(2, 8)}, sequence=77)
+
+
 @pytest.mark.parametrize(
     ("text", "size_bytes"),
     [("70GiB", 70 * 2**30), ("512 MiB", 2**29), ("80GB", 80e9), ("1.5gib", 1.5 * 2**30), (1000, 1000)],
