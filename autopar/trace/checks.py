@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import gc
 import linecache
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from types import CodeType, FunctionType, TracebackType
@@ -19,6 +20,7 @@ import torch
 from .source import is_the_models
 
 _BUILTINS = ("abs", "all", "any", "bool", "float", "int", "isinstance", "len", "max", "min", "sum", "type")
+_FAR = 1 << 20  # no column is as far
 Position = tuple[int, int, int, int]  # first line, last line, first column, last column, as code objects have them
 _Edits = dict[Position, bool]  # where a test is → what it is taken to be
 
@@ -138,6 +140,14 @@ def _is_plain(statement: ast.stmt) -> bool:
     """Whether a statement leaves nothing behind once the next one has raised."""
     names = isinstance(statement, ast.Assign) and all(isinstance(t, ast.Name) for t in statement.targets)
     return names or isinstance(statement, ast.Expr)
+
+
+def may_be_caught(stack_trace: str | None) -> bool:
+    """Whether what is raised where an op was recorded might be caught by code of the model on the way out."""
+    frames = [(file, int(line)) for file, line in re.findall(r'File "([^"]+)", line (\d+)', stack_trace or "")]
+    models = [(file, line) for file, line in frames if is_the_models(file)]
+    wholes = [(file, (line, line, _FAR, 0)) for file, line in models]  # a position in every statement of the line
+    return not models or any(not linecache.getlines(file) or _caught(_tree(file), at) for file, at in wholes)
 
 
 def _caught(tree: ast.Module, at: Position) -> bool:

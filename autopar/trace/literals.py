@@ -4,6 +4,7 @@ constant on meta has no value; parts of a symbolic size are named.
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 import torch
@@ -26,11 +27,25 @@ class Literals(TorchFunctionMode):
                 return _filled(data, dtype or _common_dtype(data), kwargs.get("device"))
         if func is Tensor.__getitem__:
             return func(args[0], _index(args[1]))
+        if func in (torch.cat, torch.concat, torch.concatenate) and "out" not in kwargs:
+            return func(*_without_empty(*args, **kwargs))
         if func in (torch.chunk, Tensor.chunk):
             return _chunks(func, *args, **kwargs)
         if func == Tensor.data.__get__:  # type: ignore[attr-defined]
             return args[0].detach()
         return func(*args, **kwargs)
+
+
+def _without_empty(tensors: Any, dim: int = 0, **more: Any) -> tuple[Any, int]:
+    """The operands of a cat without those of shape [0], which may stand beside tensors of any shape: empty caches."""
+    kept = [x for x in tensors if x.dim() != 1 or type(x.shape[0]) is not int or x.shape[0]]
+    same = kept and _promoted(kept) == _promoted(tensors)
+    return (kept if same else tensors), more.get("axis", dim)
+
+
+def _promoted(tensors: Any) -> torch.dtype:
+    promoted: torch.dtype = reduce(torch.promote_types, (x.dtype for x in tensors))
+    return promoted
 
 
 def _chunks(chunk: Any, input: Tensor, chunks: int, dim: int = 0) -> Any:
@@ -63,19 +78,23 @@ def _range(numbers: list[int], alone: bool) -> slice | Tensor:
 def _numbers(data: Any) -> bool:
     """Whether data is a number or nested lists of numbers."""
     if isinstance(data, list | tuple):
-        return bool(data) and all(_numbers(item) for item in data)
+        return all(_numbers(item) for item in data)
     return isinstance(data, bool | int | float)
 
 
 def _common_dtype(data: Any) -> torch.dtype:
     """The dtype that torch.tensor gives these numbers."""
     flat = tree_leaves(data)
-    if all(isinstance(number, bool) for number in flat):
+    if flat and all(isinstance(number, bool) for number in flat):
         return torch.bool
-    return torch.get_default_dtype() if any(isinstance(number, float) for number in flat) else torch.int64
+    if not flat or any(isinstance(number, float) for number in flat):
+        return torch.get_default_dtype()
+    return torch.int64
 
 
 def _filled(data: Any, dtype: torch.dtype, device: Any) -> Tensor:
     if not isinstance(data, list | tuple):
         return torch.full((), data, dtype=dtype, device=device)
+    if not data:
+        return torch.empty(0, dtype=dtype, device=device)
     return torch.stack([_filled(item, dtype, device) for item in data])

@@ -76,12 +76,17 @@ class _FoundError(Exception):
 
 def explain(error: Exception, model: nn.Module) -> str:
     """One message with the user's own lines, and the way out."""
+    return f"tracing failed{place_of_error(error, model)}: {reason_of(error)}"
+
+
+def reason_of(error: Exception) -> str:
+    """What an error means and what to do; of one that is not known, or that the model raises itself, what it says."""
     name, said = type(error).__name__, str(error)
     reason = next((reason for symptom, reason in _REASONS if symptom in f"{name} {said}"), None)
     if reason is None or _raised_by_the_model(error):
         own, *_ = said.strip().split("\n\n")
         reason = f"{name}: {own}"
-    return f"tracing failed{place_of_error(error, model)}: {reason}"
+    return reason
 
 
 def _raised_by_the_model(error: BaseException) -> bool:

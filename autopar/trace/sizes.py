@@ -92,14 +92,27 @@ def holds(exported: ExportedProgram, sizes: InputSizes) -> bool:
 
 def check_known(node: fx.Node) -> None:
     """TraceError for a number read from a tensor, or a shape that depends on a tensor's values."""
-    value = node.meta.get("val")
-    sizes = value.shape if isinstance(value, torch.Tensor) else [value]
-    unknown = any(isinstance(n, torch.SymInt | torch.SymFloat) and free_unbacked_symbols(n) for n in sizes)
-    if unknown or _selects_by_value(node):
+    if depends_on_values(node) or _selects_by_value(node):
         raise TraceError(
             f"{op_name(node)}{place(node)}: a shape or number that depends on a tensor's values cannot be traced: "
             f"keep the shape and mask (torch.where, x * mask), and numbers as 0-dim tensors, not .item(){excerpt(node)}"
         )
+
+
+def depends_on_values(node: fx.Node) -> bool:
+    """Whether an op makes a number of a tensor's values, or a tensor of such a size."""
+    value = node.meta.get("val")
+    sizes = value.shape if isinstance(value, torch.Tensor) else [value]
+    return any(isinstance(n, torch.SymInt | torch.SymFloat) and free_unbacked_symbols(n) for n in sizes)
+
+
+def only_asserted(node: fx.Node) -> bool:
+    """Whether an op is one that torch makes of `assert`, or makes a number for such ops alone."""
+    value = node.meta.get("val")
+    if value is None:
+        return True
+    made = isinstance(value, torch.SymBool | torch.SymInt | torch.SymFloat) and bool(node.users)
+    return made and all(map(only_asserted, node.users))
 
 
 def _selects_by_value(node: fx.Node) -> bool:

@@ -20,6 +20,7 @@ from ..ir.custom import OpaqueCall
 from ..ir.graph import B, S
 from ..runtime.opaque import Applied
 from ..runtime.trees import tree_flatten, tree_unflatten
+from .refusals import reason_of
 
 _PRIMES = (3, 5, 7, 11, 13)
 _BATCH, _DRAWS = 4, 16
@@ -103,7 +104,7 @@ class Trial:
         try:
             result = self.module(*args, **kwargs)
         except Exception as error:
-            raise TraceError(f"{self.what} can neither be traced nor run: {type(error).__name__}: {error}") from error
+            raise TraceError(f"{self.what} can neither be traced nor run: {reason_of(error)}") from error
         if versions != [t._version for t in tensors]:
             raise TraceError(f"{self.what} cannot be traced, and it changes in place what it is given")
         self.result, self.result_form = tree_flatten(result)

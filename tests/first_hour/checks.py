@@ -42,6 +42,19 @@ class Checked(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+class CheckedLengths(nn.Module):
+    """Against the length of the batch, which torch keeps as an assertion of its own; and an empty cache is extended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower, self.head = Tower(), nn.Linear(16, VOCABULARY)
+
+    def forward(self, ids: Tensor, lengths: Tensor, labels: Tensor) -> Tensor:
+        assert lengths.max().item() <= ids.shape[1]
+        x = torch.cat([torch.tensor([], device=ids.device), self.tower(ids)], dim=-2)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
 class Likelihood(nn.Module):
     """torch's distributions check what they are made of."""
 
@@ -149,4 +162,7 @@ class Touching(Checked):
 
 
 _LM = {"ids": ids(), "labels": ids()}
-CASES = (Case("checked", Checked, _LM, {"dp": 2}),)
+CASES = (
+    Case("checked", Checked, _LM, {"dp": 2}),
+    Case("checked lengths", CheckedLengths, {**_LM, "lengths": torch.zeros(2).long()}, {"dp": 2}),
+)
