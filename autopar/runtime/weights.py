@@ -16,7 +16,7 @@ from torch import Tensor
 from .parameters import Value
 from .pieces import Piece, piece_of
 
-WEIGHTS = "weights.pt"
+WEIGHTS, RECIPES = "weights.pt", "init.json"
 RANDOM_OPS = ("normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "random_")
 Part = tuple[str, int, int, int]  # (original name, dim, start, length)
 
@@ -92,16 +92,29 @@ def read_weights(weights: Path | Mapping[str, Tensor], program: Path, seed: int)
     if isinstance(weights, Path) and weights != program and not (weights / WEIGHTS).exists():
         raise ValueError(f"{weights} holds neither {WEIGHTS} nor a checkpoint of --save")
     tensors = {**read_tensors(program), **(weights if isinstance(weights, Mapping) else read_tensors(weights))}
-    recipes = json.loads((program / "init.json").read_text()) if (program / "init.json").exists() else {}
+    recipes = _recipes(program / RECIPES)
 
     def value(name: str, shape: torch.Size) -> Tensor:
         if name in tensors:
             return tensors[name]
         if name in recipes and weights == program:
             return draw(recipes[name], shape, seed, name)
-        raise ValueError(f"no values for {name!r} in {WEIGHTS}: give --init a folder that has them")
+        raise ValueError(f"no values for {name!r} in {WEIGHTS} or {RECIPES}: give --init a folder that has them")
 
     return value
+
+
+def _recipes(path: Path) -> dict[str, list[list[object]]]:
+    """How to draw what has no weights; ValueError where the file is damaged."""
+    if not path.exists():
+        return {}
+    try:
+        recipes = json.loads(path.read_text())
+        if all(type(step) is list and step for steps in recipes.values() for step in steps):
+            return recipes  # type: ignore[no-any-return]
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        pass
+    raise ValueError(f"{path} is damaged: save the program again")
 
 
 def draw(recipe: Iterable[list[object]], shape: torch.Size, seed: int, name: str) -> Tensor:

@@ -167,6 +167,21 @@ def test_values_that_do_not_train(name: str, program: Path, capfd: pytest.Captur
     assert said in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [(None, "layers.0.weight"), ('{"layers', "damaged"), ("[]", "damaged"), ('{"layers.0.weight": 3}', "damaged")],
+)
+def test_recipes_that_do_not_train(
+    text: str | None, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "_run_child", verify_in_fork)
+    made = parallelize(Small, 1, gpu="cpu", inputs={"x": torch.zeros(2, 4)}, global_batch=2, precision="fp32")
+    recipes = made.save(tmp_path / "program") / "init.json"
+    recipes.unlink() if text is None else recipes.write_text(text)
+    assert main(["verify", str(tmp_path / "program"), "--steps", "1"]) == 2
+    assert said in capfd.readouterr().err
+
+
 def test_not_run_is_not_the_same(
     program: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
