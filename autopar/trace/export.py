@@ -5,7 +5,6 @@ The trace is the training IR before decomposition, with batch and sequence as sy
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -22,6 +21,7 @@ from ..errors import TraceError
 from ..ir.graph import Program, S
 from ..ir.lengths import FixedLength
 from . import repeats
+from .copies import copied
 from .importer import Importer
 from .input_sizes import InputSizes, first_guess, other_sizes
 from .literals import Literals
@@ -85,7 +85,7 @@ def _meta_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     for buffer in model.buffers():
         target = torch.float64 if dtype == torch.float64 and buffer.is_floating_point() else buffer.dtype
         memo[id(buffer)] = torch.empty(buffer.shape, device="meta", dtype=target)
-    return copy.deepcopy(model, memo).train()
+    return copied(model, memo).train()
 
 
 def _export(model: nn.Module, first: InputSizes) -> tuple[ExportedProgram, InputSizes]:

@@ -7,7 +7,6 @@ a parameter (the row of a padding token) is recorded with the part.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import TraceError
 from ..runtime.dispatch import TorchDispatchMode
+from .copies import copied
 from .huggingface import is_huggingface
 
 Recipe = list[list[Any]]
@@ -171,7 +171,7 @@ def _record_huggingface(model: nn.Module) -> tuple[dict[str, Recipe], dict[str, 
         for p in model.parameters()
     }
     memo |= {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}
-    shadow: Any = copy.deepcopy(model, memo)
+    shadow: Any = copied(model, memo)
     _forget_initialised(shadow)
     recorder = _Recorder()
     with recorder, _truncated_normals(), torch.no_grad():
@@ -216,7 +216,7 @@ def _huggingface_buffers(model: nn.Module, names: list[str]) -> dict[str, Tensor
     """Real values of meta buffers (RoPE tables), by the model's own initialisation of their modules."""
     values: dict[str, Tensor] = {}
     for owner in dict.fromkeys(name.rpartition(".")[0] for name in names):
-        module: Any = copy.deepcopy(model.get_submodule(owner)).to_empty(device="cpu")
+        module: Any = copied(model.get_submodule(owner)).to_empty(device="cpu")
         _forget_initialised(module)
         with torch.no_grad():
             model._init_weights(module)  # type: ignore[operator] # HF's hook for one module

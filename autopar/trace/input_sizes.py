@@ -6,7 +6,6 @@ tried, those nearest to the first guess first, by running the model on meta tens
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from ..ir.graph import B, S
+from .copies import copied
 from .repeats import NotRepeatedError
 from .source import place_of_error
 
@@ -82,7 +82,7 @@ class InputSizes:
 
     def failure(self, model: nn.Module) -> str | None:
         """Where forward fails at these sizes, on meta; None where it runs."""
-        model = copy.deepcopy(model)  # forward may keep what it makes, such as tables of a length
+        model = copied(model)  # forward may keep what it makes, such as tables of a length
         try:
             model(**self.example())
         except NotRepeatedError:

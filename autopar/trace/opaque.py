@@ -8,7 +8,6 @@ wherever it is called; the submodule around it only where it cannot be tried out
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -28,6 +27,7 @@ from ..ir.graph import MODEL, Program, arguments, info, node_inputs
 from ..runtime.opaque import Applied, OpaqueModule
 from ..runtime.trees import tree_flatten
 from .checks import Checks
+from .copies import copied
 from .guards import custom_functions, quiet, refuse_recurrent
 from .input_sizes import InputSizes
 from .lists import layer_path
@@ -239,7 +239,7 @@ def _without_values(model: nn.Module, call: OpaqueCall) -> nn.Module:
     for tensor in (*module.parameters(), *module.buffers()):
         empty = torch.empty_like(tensor, device="meta")
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-    return copy.deepcopy(module, memo)
+    return copied(module, memo)
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from ..ir.custom import OpaqueCall
 from ..ir.graph import B, S
 from ..runtime.opaque import Applied
 from ..runtime.trees import tree_flatten, tree_unflatten
+from .copies import copied
 from .refusals import reason_of
 
 _PRIMES = (3, 5, 7, 11, 13)
@@ -232,7 +232,7 @@ def _with_values(module: nn.Module, dtype: torch.dtype) -> nn.Module:
         memo[id(tensor)] = (
             nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value.clone()
         )
-    return copy.deepcopy(module, memo).train()
+    return copied(module, memo).train()
 
 
 def _drawn(tensor: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:

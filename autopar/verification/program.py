@@ -8,7 +8,6 @@ off on both sides: its masks are drawn per rank.
 
 from __future__ import annotations
 
-import copy
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -30,6 +29,7 @@ from ..plan import Plan
 from ..progress import progress
 from ..request import Job
 from ..rules.random import draws
+from ..trace.copies import copied
 from ..trace.huggingface import without_cache
 from ..trace.initialise import tensors_of
 from ..trace.moe import written_experts
@@ -47,7 +47,7 @@ def verify_plan(job: Job, plan: Plan, steps: int) -> Parity:
     model, plan, note = small_enough(job, plan)
     # Not compiled: on CPUs the C++ compiler would take minutes.
     plan = replace(plan, precision="fp64", compile=False, reduce_dtype=None)
-    model = copy.deepcopy(model).double().train()
+    model = copied(model).double().train()
     program, dropped = _without_dropout(prepare(model, _raised(job.inputs), "fp64", job.batch_norm))
     drawing = any(draws(node.target) for _, node in program.each_op())
     notes = [note] * bool(note) + ["dropout set to 0 on both sides"] * dropped
