@@ -6,13 +6,14 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from .runtime.precision import raise_float32
 from .runtime.trees import tree_leaves
 from .same_draws import same_draws
 
@@ -110,40 +111,6 @@ def _double(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", torch.float64)
 
 
-class raise_float32(TorchFunctionMode):  # noqa: N801 - a context manager, named as torch names its own
-    """Within it, the author's literal float32 casts (`.float()`, `.to(torch.float32)`, `dtype=torch.float32`)
-    give float64, and so do numbers that name no dtype (`torch.full((8,), 0.3)`): a float64 run of a model is float64
-    throughout.
-
-        with raise_float32():
-            loss = model.double()(**batch)
-
-    Calls inside backward hooks and recomputed forwards count too: keep `backward()` within the block.
-    """
-
-    def __enter__(self) -> Self:
-        self._default = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float64)
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)  # type: ignore[no-untyped-call]
-        torch.set_default_dtype(self._default)
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func is Tensor.float:
-            func = Tensor.double
-        raised = {key: _raised(value) for key, value in (kwargs or {}).items()}
-        return func(*map(_raised, args), **raised)
-
-
 class no_dropout(TorchFunctionMode):  # noqa: N801 - as above
     """Within it, every dropout has probability 0, that of attention included."""
 
@@ -193,7 +160,3 @@ def loss_of(outputs: Any) -> Tensor:
         outputs = outputs["loss"]
     leaves = (leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
     return next(leaf for leaf in leaves if leaf.shape == () and leaf.is_floating_point())
-
-
-def _raised(value: Any) -> Any:
-    return torch.float64 if value is torch.float32 else value

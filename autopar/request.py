@@ -127,24 +127,22 @@ def read_cluster(gpus: int | Cluster | None, gpu: str | None, notes: list[str]) 
     return Cluster(gpus, gpu)
 
 
-def _sequence(model: nn.Module, inputs: Mapping[str, Any] | None, sequence: int | None, notes: list[str]) -> int:
+def _sequence(model: nn.Module, inputs: Mapping[str, Any] | None, asked: int | None, notes: list[str]) -> int:
     """The length asked, else of the inputs, else the longest the config allows up to 8,192; 1 without tokens.
 
-    Floating inputs of two dims are tables of features, as the trace takes them: no sequence.
+    Floating inputs of two dims are tables of features, as the trace takes them: no sequence. PlanError where a length
+    is asked for inputs without tokens.
     """
     if inputs is not None:
-        longest = sequence_length(inputs) or None
+        known = max(sequence_length(inputs), 1)
     else:
         inner = huggingface_of(model)
-        longest = _LONGEST_DEFAULT if inner is None else longest_sequence(inner)
-    if longest is None and (sequence or 1) > 1:
-        raise PlanError(f"sequence={sequence}: the inputs of {type(model).__name__} have no tokens: leave it out")
-    if sequence is not None or longest is None:
-        return sequence or 1
-    if inputs is None:
-        longest = min(longest, _LONGEST_DEFAULT)
-        notes.append(f"sequence={longest} (of the model's config)")
-    return longest
+        known = _LONGEST_DEFAULT if inner is None else min(longest_sequence(inner) or 1, _LONGEST_DEFAULT)
+    if asked is not None and asked > 1 and known == 1:
+        raise PlanError(f"sequence={asked}: the inputs of {type(model).__name__} have no tokens: leave it out")
+    if asked is None and inputs is None and known > 1:
+        notes.append(f"sequence={known} (of the model's config)")
+    return known if asked is None else asked
 
 
 def padded_length(tokens: int, multiple: int | None) -> int:

@@ -6,6 +6,7 @@ T_block = max(Σ T_op, launches · t_launch)  the host runs ahead: a floor of bl
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -132,6 +133,9 @@ def price_block(
     return [price_values(layer, evaluate(b, sequence, 1), hardware, precision, groups) for b in micro_batches]
 
 
+_TORCHS = {"FloorDiv": operator.floordiv, "CleanDiv": operator.floordiv, "PythonMod": operator.mod}  # its own of sympy
+
+
 @lru_cache(maxsize=256)
 def block_evaluator(layer: LayerCosts) -> Callable[[int, int, int], list[float]]:
     """All expressions of a block as one compiled function of (b, s, chunks); equal ones are computed once."""
@@ -147,7 +151,7 @@ def block_evaluator(layer: LayerCosts) -> Callable[[int, int, int], list[float]]
     unique = list(dict.fromkeys(expressions))
     place = {expression: index for index, expression in enumerate(unique)}
     order = [place[expression] for expression in expressions]
-    function = sympy.lambdify((B, S, CHUNKS), unique, modules="math")
+    function = sympy.lambdify((B, S, CHUNKS), unique, modules=[_TORCHS, "math"])
 
     def evaluate(b: int, s: int, chunks: int) -> list[float]:
         values = function(b, s, chunks)

@@ -99,14 +99,16 @@ def _finish(target: Path, manifest: Manifest, keep: int | None) -> None:
 
 
 def _older(latest: Path, keep: int) -> list[Path]:
-    """The checkpoints before the latest `keep` that have all their files; those that are damaged do not count."""
+    """The checkpoints older than the `keep` latest whole ones, damaged ones too; none while there are fewer."""
     before = [path for path in _folders(latest.parent) if _number(path) <= _number(latest)]
     kept = list(islice(filter(_has_its_files, before), keep))
-    return [path for path in before if len(kept) == keep and _number(path) < _number(kept[-1])]
+    if len(kept) < keep:
+        return []
+    return [path for path in before if _number(path) < _number(kept[-1])]
 
 
 def _has_its_files(folder: Path) -> bool:
-    """Without a look at what is in them, which takes long."""
+    """Whether all files are there in their size; their contents, which take long, are not read."""
     try:
         files = _manifest(folder)["files"]
         return all((folder / name).stat().st_size == size for name, (size, _) in files.items())

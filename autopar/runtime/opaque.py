@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 # torch has no public name for it.
 from .mesh import Mesh, current
 from .parameters import local
+from .precision import raise_float32
 from .trees import tree_flatten, tree_leaves, tree_unflatten
 
 FILE = "opaque.pt"
@@ -42,7 +42,7 @@ class OpaqueModule:
         given = iter(tensors)
         args, kwargs = tree_unflatten([next(given) if isinstance(x, Tensor) else x for x in leaves], form)
         self.module.train(holder.training)
-        with _RaiseFloat32() if current().settings.precision == "fp64" else nullcontext():
+        with raise_float32() if current().settings.precision == "fp64" else nullcontext():
             result = torch.func.functional_call(self.module, values | marked, args, kwargs)
         found = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         found = list(_ReadAll.apply(len(found), *found, *trained.values()))  # type: ignore[no-untyped-call]
@@ -166,22 +166,3 @@ class LeftOut:
             place = self._flag.get(self._original(name))
             if place is not None and not graded[place]:
                 p.grad = None
-
-
-class _RaiseFloat32(TorchFunctionMode):
-    """In fp64 programs the author's literal float32 is float64, as in the rest of the program."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        func = Tensor.double if func is Tensor.float else func
-        raised = {key: _raised(value) for key, value in (kwargs or {}).items()}
-        return func(*map(_raised, args), **raised)
-
-
-def _raised(value: Any) -> Any:
-    return torch.float64 if value is torch.float32 else value

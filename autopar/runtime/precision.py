@@ -1,14 +1,16 @@
-"""Half precision: which dtype is computed, stored and reduced, and the dynamic loss scale of fp16."""
+"""Which dtype is computed, stored and reduced, fp64 throughout, and the dynamic loss scale of fp16."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from .settings import Settings
 
@@ -34,14 +36,43 @@ def reduction_dtype(settings: Settings) -> torch.dtype:
 
 
 @contextmanager
-def default_dtype(settings: Settings) -> Iterator[None]:
-    """Within it, numbers that name no dtype (`torch.full((8,), 0.3)`) are fp64 in fp64, as all else there is."""
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """In float64, numbers that name no dtype (`torch.full((8,), 0.3)`) are float64 too; else they are what they are."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64 if settings.precision == "fp64" else before)
+    torch.set_default_dtype(dtype if dtype == torch.float64 else before)
     try:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+class raise_float32(TorchFunctionMode):  # noqa: N801 - a context manager, named as torch names its own
+    """Within it, the author's literal float32 (`.float()`, `.to(torch.float32)`, `dtype=torch.float32`) gives float64,
+    and so do numbers that name no dtype: a float64 run of a model is float64 throughout.
+
+        with raise_float32():
+            loss = model.double()(**batch)
+
+    Calls inside backward hooks and recomputed forwards count too: keep `backward()` within the block.
+    """
+
+    def __enter__(self) -> Self:
+        self._default = default_dtype(torch.float64)
+        self._default.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        self._default.__exit__(None, None, None)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = Tensor.double if func is Tensor.float else func
+        return func(*map(_raised, args), **{key: _raised(value) for key, value in (kwargs or {}).items()})
+
+
+def _raised(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
 
 
 class LossScale:

@@ -139,7 +139,7 @@ class Trainer:
         batch = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
         self.optimizer.zero_grad()
         self._count(batch)
-        with default_dtype(self.settings):
+        with default_dtype(dtype):
             loss = self._run(batch)
         for stage in self.data_parallel:
             stage.after_backward()

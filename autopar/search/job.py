@@ -75,8 +75,7 @@ def search_job(
         illegal = {**illegal, NO_STAGES: "the model has no list of layers, the items of a ModuleList or Sequential"}
     if elsewhere := next(read_elsewhere(program), None):
         name, layer, _ = elsewhere
-        why = f"{name} of the layer {layer.path} is read outside of it too"
-        illegal = {**illegal, "zero=3": why, NO_STAGES: why}
+        illegal = {**illegal, "zero=3 and pp > 1": f"{name} is read outside its layer, {layer.path}"}
         forbidden = {"zero": [3], "pp": range(2, job.cluster.gpus + 1)}
         pins = replace(pins, forbid={k: {*pins.forbid.get(k, ()), *v} for k, v in {**pins.forbid, **forbidden}.items()})
     return search(

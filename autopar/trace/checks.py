@@ -10,17 +10,20 @@ import ast
 import gc
 import linecache
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from types import CodeType, FunctionType, TracebackType
+from contextlib import contextmanager
+from types import CodeType, FrameType, FunctionType, TracebackType
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from ..errors import TraceError
 from .source import is_the_models
 
 _BUILTINS = ("abs", "all", "any", "bool", "float", "int", "isinstance", "len", "max", "min", "sum", "type")
-_FAR = 1 << 20  # no column is as far
 Position = tuple[int, int, int, int]  # first line, last line, first column, last column, as code objects have them
 _Edits = dict[Position, bool]  # where a test is → what it is taken to be
 
@@ -72,6 +75,36 @@ class Checks:
             self._codes.setdefault(function, code)
             function.__code__ = without
         return bool(functions)
+
+
+@contextmanager
+def branches_refused() -> Iterator[None]:
+    """Within: a branch on values ends a trace, an `assert` too, which torch would take for true.
+
+    Raises TraceError at the end where code of the model has caught that and gone on, with one of the branches.
+    """
+    own, caught = ShapeEnv._is_python_assert, list[str]()  # no public name for what is asked before torch raises
+
+    def refused(env: ShapeEnv) -> bool:
+        caught.extend(_handlers(sys._getframe(1)))
+        return False
+
+    ShapeEnv._is_python_assert = refused  # type: ignore[method-assign, assignment]
+    try:
+        yield
+        if caught:
+            raise TraceError(f"a branch on tensor values at {caught[0]} is caught there: use torch.where")
+    finally:
+        ShapeEnv._is_python_assert = own  # type: ignore[method-assign]
+
+
+def _handlers(frame: FrameType | None) -> Iterator[str]:
+    """The lines of the model that lead to a frame, of those in whose `try` or `with` an exception may end."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_the_models(file) and _is_guarded(file, frame.f_lineno):
+            yield f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
 
 
 def _model_calls(traceback: TracebackType | None) -> Iterator[tuple[CodeType, Position]]:
@@ -143,23 +176,35 @@ def _is_plain(statement: ast.stmt) -> bool:
 
 
 def may_be_caught(stack_trace: str | None) -> bool:
-    """Whether what is raised where an op was recorded might be caught by code of the model on the way out."""
-    frames = [(file, int(line)) for file, line in re.findall(r'File "([^"]+)", line (\d+)', stack_trace or "")]
-    models = [(file, line) for file, line in frames if is_the_models(file)]
-    wholes = [(file, (line, line, _FAR, 0)) for file, line in models]  # a position in every statement of the line
-    return not models or any(not linecache.getlines(file) or _caught(_tree(file), at) for file, at in wholes)
+    """Whether what is raised where an op was recorded might be caught on a line of the model that led there."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', stack_trace or "")
+    return any(is_the_models(file) and _is_guarded(file, int(line)) for file, line in frames)
+
+
+def _is_guarded(file: str, line: int) -> bool:
+    return any(s.lineno <= line <= (s.end_lineno or line) for s in _guarded(_tree(file)))
 
 
 def _caught(tree: ast.Module, at: Position) -> bool:
-    """Whether `at` is in a `try` with handlers or a `with suppress(…)`."""
-    tries = [node.body for node in ast.walk(tree) if isinstance(node, ast.Try | ast.TryStar) and node.handlers]
-    withs = [node.body for node in ast.walk(tree) if isinstance(node, ast.With) and _suppresses(node)]
-    return any(_holds(statement, at) for body in (*tries, *withs) for statement in body)
+    return any(_holds(statement, at) for statement in _guarded(tree))
 
 
-def _suppresses(node: ast.With) -> bool:
-    calls = [part.func for item in node.items for part in ast.walk(item) if isinstance(part, ast.Call)]
-    return any(ast.unparse(function).rpartition(".")[2] == "suppress" for function in calls)
+def _guarded(tree: ast.Module) -> Iterator[ast.stmt]:
+    """The statements in a `try` that may go on after an exception, or in a `with` that might."""
+    for node in ast.walk(tree):
+        is_try = isinstance(node, ast.Try | ast.TryStar) and _goes_on(node)
+        if is_try or isinstance(node, ast.With) and not _lets_through(node):
+            yield from node.body  # type: ignore[attr-defined]
+
+
+def _goes_on(node: ast.Try | ast.TryStar) -> bool:
+    leaves = (part for statement in node.finalbody for part in ast.walk(statement))
+    return bool(node.handlers) or any(isinstance(part, ast.Return | ast.Break | ast.Continue) for part in leaves)
+
+
+def _lets_through(node: ast.With) -> bool:
+    """Whether all contexts are torch's own: no_grad, autocast, a device."""
+    return all(ast.unparse(item.context_expr).startswith("torch.") for item in node.items)
 
 
 def _position(node: ast.expr | ast.stmt) -> Position:

@@ -13,7 +13,7 @@ from ..errors import TraceError
 
 # For each main input of transformers: its example, of a config, a batch and a sequence length.
 _LONGEST_DEFAULT = 8192
-_Maker = Callable[[Any, int, int], Tensor]
+_Maker = Callable[[Any, int, int], Tensor | None]
 
 
 def default_inputs(model: nn.Module, batch: int, sequence: int) -> dict[str, Any]:
@@ -24,12 +24,13 @@ def default_inputs(model: nn.Module, batch: int, sequence: int) -> dict[str, Any
     config: Any = model.config
     takes = inspect.signature(model.forward).parameters
     main = str(getattr(model, "main_input_name", "input_ids"))
-    if main not in _MAKERS or main not in takes:
+    example = _MAKERS[main](config, batch, sequence) if main in _MAKERS and main in takes else None
+    if example is None:
         raise _unknown(model, f"its main input {main!r}")
     if "labels" not in takes or type(model).__name__.endswith(("ForCTC", "ForMultipleChoice")):
         raise _unknown(model, "what its labels are")
-    inputs: dict[str, Any] = {main: _MAKERS[main](config, batch, sequence)}
-    if inputs[main].dim() > 2 and inputs[main].shape[1] == sequence:
+    inputs: dict[str, Any] = {main: example}
+    if example.dim() > 2 and example.shape[1] == sequence:
         sequence -= 1  # the trace tells the sequence by its length: mel bins are none
     inputs["labels"] = _labels(model, batch, sequence)
     return inputs
@@ -56,8 +57,10 @@ def _images(config: Any, batch: int, sequence: int) -> Tensor:
     return torch.zeros(batch, getattr(config, "num_channels", 3), height, width, device="meta")
 
 
-def _features(config: Any, batch: int, sequence: int) -> Tensor:
-    """[batch, mel bins, frames]: Whisper's encoder halves the frames."""
+def _features(config: Any, batch: int, sequence: int) -> Tensor | None:
+    """[batch, mel bins, frames], where the config has Whisper's names: its encoder halves the frames."""
+    if not hasattr(config, "num_mel_bins") or not hasattr(config, "max_source_positions"):
+        return None
     return torch.zeros(batch, config.num_mel_bins, 2 * config.max_source_positions, device="meta")
 
 

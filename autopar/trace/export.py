@@ -20,7 +20,9 @@ from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fix
 from ..errors import TraceError
 from ..ir.graph import Program, S
 from ..ir.lengths import FixedLength
+from ..runtime.precision import default_dtype
 from . import repeats
+from .checks import branches_refused
 from .copies import copied
 from .importer import Importer
 from .input_sizes import InputSizes, first_guess, other_sizes
@@ -144,9 +146,9 @@ def _export_at(model: nn.Module, sizes: InputSizes) -> ExportedProgram:
 
 
 def _attempt(model: nn.Module, sizes: InputSizes, shapes: dict[str, Any], deferred: bool) -> ExportedProgram:
-    unified = model.register_forward_pre_hook(partial(_unify, sizes), with_kwargs=True)
+    unified = model.register_forward_pre_hook(partial(_unify, sizes), with_kwargs=True, prepend=True)
     try:
-        with Literals(), LossShapes():
+        with default_dtype(sizes.dtype), Literals(), LossShapes(), branches_refused():
             return torch.export.export(
                 model, (), sizes.example(), strict=False, dynamic_shapes=shapes,
                 prefer_deferred_runtime_asserts_over_guards=deferred,
@@ -156,7 +158,10 @@ def _attempt(model: nn.Module, sizes: InputSizes, shapes: dict[str, Any], deferr
 
 
 def _unify(sizes: InputSizes, model: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
-    """Tell torch that dims of one size are equal, which it else learns where they meet: too late for half their sum."""
+    """Tell torch that dims of one size are equal before forward runs.
+
+    Otherwise it learns so where they first meet, and cannot halve a batch that was made of two.
+    """
     first: dict[sympy.Expr, Any] = {}
     for name, dims in sizes.dims.items():
         for d, size in dims.items():

@@ -30,14 +30,13 @@ from ..ir.graph import (
     update_info,
 )
 from ..ir.identifiers import identifier
-from .checks import may_be_caught
 from .float_sizes import float_of_sizes
 from .inline import inline_regions
 from .inplace import Memory, mutates, written
 from .input_sizes import LONGEST, InputSizes
 from .loss_shapes import correct_shape
 from .signature import keywords, loss_of
-from .sizes import check_known, depends_on_values, only_asserted, symbol_names
+from .sizes import check_known, symbol_names
 from .source import excerpt, module_path, place, source_line
 
 # Where the trace ran and how it laid out constants: the emitter writes the block's own device.
@@ -65,7 +64,6 @@ class Importer:
         self.placed: dict[str, fx.Node] = {}  # parameter name → its placeholder
         self.counters: set[fx.Node] = set()  # of batches, counted up
         self.mutated: dict[str, None] = {}  # buffers that forward updates
-        self.checks: dict[str, None] = {}  # where numbers are read to be asserted alone
 
     def program(self) -> Program:
         signature = self.exported.graph_signature
@@ -98,7 +96,6 @@ class Importer:
             sequence_multiple=self._sequence_multiple(),
             mutated=tuple(self.mutated),
             persistent=self._persistent(),
-            checks=tuple(self.checks),
         )
 
     def _sequence_multiple(self) -> int:
@@ -152,17 +149,15 @@ class Importer:
 
     def _call(self, node: fx.Node) -> None:
         value = node.meta.get("val")
-        known = not depends_on_values(node)
-        if only_asserted(node) and (known or not may_be_caught(node.stack_trace)):
-            self.checks |= {} if known else {source_line(node.stack_trace): None}
-            return
         check_known(node)
         if isinstance(value, torch.SymInt | torch.SymFloat | int | float):
             whole = isinstance(value, torch.SymInt | int)
             self.memory.define(node, self._expr(value) if whole else float_of_sizes(node, self.symbols))
             return
-        if isinstance(value, torch.SymBool) or (isinstance(value, list | tuple) and not value):
-            return  # an assertion
+        if value is None and mutates(node):
+            raise TraceError(f"{op_name(node)}{place(node)} returns no tensor: write it out of place{excerpt(node)}")
+        if value is None or isinstance(value, torch.SymBool) or (isinstance(value, list | tuple) and not value):
+            return  # an assertion on sizes, which `check_sizes` looks at, or no op
         if not mutates(node):
             self.memory.define(node, self._build(node))
         elif not self._is_statistic(node):

@@ -4,7 +4,6 @@ constant on meta has no value; parts of a symbolic size are named.
 
 from __future__ import annotations
 
-from functools import reduce
 from typing import Any
 
 import torch
@@ -39,19 +38,14 @@ class Literals(TorchFunctionMode):
 def _without_empty(tensors: Any, dim: int = 0, **more: Any) -> tuple[Any, int]:
     """The operands of a cat without those of shape [0], which may stand beside tensors of any shape: empty caches."""
     kept = [x for x in tensors if x.dim() != 1 or type(x.shape[0]) is not int or x.shape[0]]
-    same = kept and _promoted(kept) == _promoted(tensors)
+    same = kept and all(x.dtype == kept[0].dtype for x in tensors)
     return (kept if same else tensors), more.get("axis", dim)
-
-
-def _promoted(tensors: Any) -> torch.dtype:
-    promoted: torch.dtype = reduce(torch.promote_types, (x.dtype for x in tensors))
-    return promoted
 
 
 def _chunks(chunk: Any, input: Tensor, chunks: int, dim: int = 0) -> Any:
     """Parts of one size where that is certain; torch asks how many there are, which it cannot answer for a symbol."""
     size: Any = input.shape[dim]
-    if isinstance(size, torch.SymInt) and statically_known_true(size % chunks == 0):
+    if isinstance(size, torch.SymInt) and chunks > 0 and statically_known_true(size % chunks == 0):
         return input.split([size // chunks] * chunks, dim)
     return chunk(input, chunks, dim)
 
@@ -59,7 +53,7 @@ def _chunks(chunk: Any, input: Tensor, chunks: int, dim: int = 0) -> Any:
 def _index(index: Any) -> Any:
     """An index without lists of numbers, which would be constants."""
     items = index if isinstance(index, tuple) else (index,)
-    lists = [i for i in items if isinstance(i, list) and i and all(type(n) is int for n in i)]
+    lists = [i for i in items if isinstance(i, list) and all(type(n) is int for n in i)]
     if not lists:
         return index
     alone = len(lists) == 1 and not any(isinstance(i, Tensor) for i in items)
@@ -68,6 +62,8 @@ def _index(index: Any) -> Any:
 
 def _range(numbers: list[int], alone: bool) -> slice | Tensor:
     """The slice that reads the same, where one does; for more than one list would be read in pairs."""
+    if not numbers:
+        return _filled(numbers, torch.int64, None)
     first = numbers[0]
     in_order = numbers == list(range(first, first + len(numbers)))
     if alone and in_order and (first >= 0 or numbers[-1] < 0):

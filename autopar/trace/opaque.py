@@ -218,7 +218,7 @@ class Opaque:
         opaque = {name: calls[name].trial.as_called() for name in found}
         reasons = {name: self.reasons.get(_pattern(call.path), _BACKWARD) for name, call in opaque.items()}
         kept = {name: replace(call, reason=reasons[name]) for name, call in opaque.items()}
-        return replace(program, opaque=kept, checks=(*self.checks.places, *program.checks))
+        return replace(program, opaque=kept, checks=tuple(self.checks.places))
 
 
 def opaque_modules(program: Program, model: nn.Module) -> dict[str, OpaqueModule]:

@@ -49,6 +49,7 @@ _REASONS = (  # (what torch says, what that means and what to do), the first tha
     ("DataDependent", _BRANCH),
     ("pecializ", _SIZE),
     ("Constraints violated", _SIZE),
+    ("Expected op to be", _SIZE),  # torch's assertion of a guard at one length
     ("not on the expected device", _DEVICE),
     ("Expected all tensors to be on the same device", _DEVICE),
     ("not a known type", _OUTPUT),

@@ -20,6 +20,7 @@ from ..errors import TraceError
 from ..ir.graph import B, S, arguments, op_name
 from ..ir.identifiers import is_plain
 from ..ir.lengths import FixedLength
+from .checks import may_be_caught
 from .input_sizes import InputSizes, other_lengths
 from .refusals import SIZES, refuse_size
 from .signature import keywords
@@ -92,27 +93,22 @@ def holds(exported: ExportedProgram, sizes: InputSizes) -> bool:
 
 def check_known(node: fx.Node) -> None:
     """TraceError for a number read from a tensor, or a shape that depends on a tensor's values."""
-    if depends_on_values(node) or _selects_by_value(node):
+    value = node.meta.get("val")
+    sizes = value.shape if isinstance(value, torch.Tensor) else [value]
+    unknown = any(isinstance(n, torch.SymInt | torch.SymFloat) and free_unbacked_symbols(n) for n in sizes)
+    # torch may have concluded from a check which number it must be.
+    if unknown or _selects_by_value(node) or node.target is aten.item.default and not _is_check(node):
         raise TraceError(
             f"{op_name(node)}{place(node)}: a shape or number that depends on a tensor's values cannot be traced: "
             f"keep the shape and mask (torch.where, x * mask), and numbers as 0-dim tensors, not .item(){excerpt(node)}"
         )
 
 
-def depends_on_values(node: fx.Node) -> bool:
-    """Whether an op makes a number of a tensor's values, or a tensor of such a size."""
-    value = node.meta.get("val")
-    sizes = value.shape if isinstance(value, torch.Tensor) else [value]
-    return any(isinstance(n, torch.SymInt | torch.SymFloat) and free_unbacked_symbols(n) for n in sizes)
-
-
-def only_asserted(node: fx.Node) -> bool:
-    """Whether an op is one that torch makes of `assert`, or makes a number for such ops alone."""
-    value = node.meta.get("val")
-    if value is None:
-        return True
-    made = isinstance(value, torch.SymBool | torch.SymInt | torch.SymFloat) and bool(node.users)
-    return made and all(map(only_asserted, node.users))
+def _is_check(node: fx.Node) -> bool:
+    """Whether torch._check_tensor_all reads the number, to raise and for nothing else."""
+    tensor = arguments(node)[0]
+    own = isinstance(tensor, fx.Node) and tensor.target is aten._is_all_true.default
+    return own and not may_be_caught(node.stack_trace)
 
 
 def _selects_by_value(node: fx.Node) -> bool:
@@ -177,8 +173,9 @@ def _only_excluded(condition: sympy.Expr, names: Mapping[sympy.Symbol, sympy.Exp
         return {}
     (name,) = condition.free_symbols
     difference = sympy.expand(condition.lhs - condition.rhs)
-    rest = difference.subs(name, 0)
-    excluded = -rest / difference.coeff(name) if difference == difference.coeff(name) * name + rest else sympy.nan
+    times = difference.coeff(name)
+    rest = difference - times * name
+    excluded = -rest / times if times and rest.is_number else sympy.nan
     return {name: int(excluded)} if excluded.is_Integer else {}
 
 

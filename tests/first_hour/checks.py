@@ -128,6 +128,58 @@ class Suppressed(Checked):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+class Asserted(Checked):
+    """What an assertion raises is caught; torch would take it for true."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.tower(ids)
+        try:
+            assert (ids < 0).all().item()
+        except AssertionError:
+            x = x * 2
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+class AssertedLater(Checked):
+    """The number is read before."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x, largest = self.tower(ids), ids.max().item()
+        try:
+            torch._check(largest < 0)
+        except RuntimeError:
+            x = x * 2
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+class Swallowing(contextlib.AbstractContextManager["Swallowing"]):
+    def __exit__(self, *raised: object) -> bool:
+        return True
+
+
+class Swallowed(Checked):
+    """A context of the user's ends what a check raises, and what torch raises in a trace."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.tower(ids)
+        with Swallowing():
+            assert (x < 0).all()
+            x = x * 2
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+class Tried(Checked):
+    """A handler of everything catches what torch raises in a trace."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.tower(ids)
+        try:
+            x = x * 3 if (x > 0).all() else x
+        except Exception:
+            x = x * 2
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
 class Naming(Checked):
     """A check whose test computes what the loss reads."""
 

@@ -55,6 +55,7 @@ class PlainNumbers(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         steps = torch.linspace(0, 0.1, 16, device=x.device) + torch.arange(16, device=x.device) / 7
+        steps = steps + 1e6 * torch.finfo(torch.get_default_dtype()).eps
         shares = torch.full(x.shape, 0.3, device=x.device), torch.tensor(0.7, device=x.device)
         return x * shares[0] + torch.tanh(self.mix(x + steps)) * shares[1]
 

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from autopar.compiler import compile_program
 from autopar.ir.graph import B, Program, S
 from autopar.mesh import Mesh
-from autopar.parity import raise_float32, relative_errors
+from autopar.parity import relative_errors
 from autopar.placement import CONVERSIONS
 from autopar.plan import Plan, Solution
 from autopar.rules import Axis
+from autopar.runtime.precision import raise_float32
 from autopar.search.intra_op import solve
 from autopar.search.layouts import FREE, MEGATRON, MEGATRON_SP, Layout
 from examples.gpt import GPT

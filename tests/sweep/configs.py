@@ -18,7 +18,7 @@ _WIDTH = re.compile(
 )
 _MOST = {  # names → no number of theirs is larger
     re.compile(
-        r"num_hidden_layers|n_layers?|num_layers|(num_)?(encoder|decoder)_(num_hidden_)?layers|"
+        r"num_hidden_layers|n_layers?|num_layers|num_blocks|(num_)?(encoder|decoder)_(num_hidden_)?layers|"
         r"num_(encoder|decoder)_layers|depth|num_local_layers|depths|num_block_repeats"
     ): LAYERS,
     re.compile(r"(\w+_)?vocab_size|vocab_size_per_layer_input"): VOCABULARY,

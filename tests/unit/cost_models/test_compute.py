@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._sympy.functions import FloorDiv, PythonMod
 
 from autopar.cost_models.block import op_time_s, price_block
 from autopar.cost_models.collectives import Group
@@ -42,6 +45,13 @@ def test_prices_are_the_expressions_at_each_micro_batch() -> None:
     for b, price in zip((1, 3), price_block(block, [1, 3], 512, H100, "bf16", groups), strict=True):
         assert price.saved_bytes == float(block.saved_bytes.subs({B: b, S: 512}))
         assert price.forward.tp_s > 0 and price.parameters == block.parameters
+
+
+def test_sizes_divided_by_torch_s_own_functions_are_priced() -> None:
+    block = layer("layer", 1024, 4096, 0.25, 1)
+    halved = replace(block, saved_bytes=block.saved_bytes.subs(S, FloorDiv(S, 2) + PythonMod(S, 2)))
+    (price,) = price_block(halved, [2], 511, H100, "bf16", {"cp": Group(1, 1), "tp": Group(1, 1)})
+    assert price.saved_bytes == float(block.saved_bytes.subs({B: 2, S: 256}))
 
 
 def test_stages_add_up_to_the_model() -> None:

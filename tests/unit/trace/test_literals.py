@@ -18,6 +18,7 @@ INDICES = {
     "to the end": (slice(None), [-3, -2, -1]),
     "out of order": (slice(None), [2, 0]),
     "pairs": ([0, 1], [1, 2]),
+    "none": (slice(None), []),
 }
 
 
@@ -38,4 +39,29 @@ def test_lists_of_numbers(index: str) -> None:
     batch = {"x": torch.randn(3, 5)}
     program = trace(model, batch, torch.float32)
     assert not program.buffers
+    torch.testing.assert_close(run_program(program, model, batch), model(**batch))
+
+
+class Halves(nn.Module):
+    """Of a batch twice as large, after an empty cache; a hook of the user's gives the inputs another length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5))
+        self.register_forward_pre_hook(self.cut, with_kwargs=True)
+
+    def cut(self, model: nn.Module, args: Any, inputs: dict[str, Tensor]) -> Any:
+        return args, {"x": inputs["x"][:, 1:], "y": inputs["y"]}
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        both = torch.cat([torch.tensor([], device=x.device), torch.cat([x * self.weight, y[:, 1:]])], dim=1)
+        one, other = both.chunk(2)
+        return (one * other).mean()
+
+
+def test_halves_of_a_batch() -> None:
+    model = Halves()
+    batch = {"x": torch.randn(3, 6), "y": torch.randn(3, 6)}
+    program = trace(model, batch, torch.float32)
+    assert "aten.split_with_sizes.default" in {str(node.target) for _, node in program.each_op()}
     torch.testing.assert_close(run_program(program, model, batch), model(**batch))

@@ -100,6 +100,44 @@ def test_what_the_model_raises_itself_is_told_as_it_is() -> None:
         trace(Model(Wrong()), LM, torch.float32)
 
 
+@torch.library.custom_op("autopar_tests::double_", mutates_args=("x",))
+def double_(x: Tensor) -> None:
+    x.mul_(2)
+
+
+class Foreach(Branch):
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.emb(ids).clone()
+        torch._foreach_mul_([x], 2.0)
+        loss: Tensor = x.mean()
+        return loss
+
+
+class Custom(Branch):
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        scale = torch.ones(16, device=ids.device)
+        double_(scale)
+        loss: Tensor = (self.emb(ids) * scale).mean()
+        return loss
+
+
+@pytest.mark.parametrize("kind", [Foreach, Custom])
+def test_ops_that_write_and_return_nothing_are_refused(kind: type[nn.Module]) -> None:
+    with pytest.raises(TraceError, match="returns no tensor: write it out of place"):
+        trace(kind(), LM, torch.float32)
+
+
+def test_a_check_of_torch_s_is_left_out() -> None:
+    class Model(Branch):
+        def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+            torch._check_tensor_all(ids >= 0)
+            loss: Tensor = self.emb(ids).mean()
+            return loss
+
+    names = [str(node.target) for _, node in trace(Model(), LM, torch.float32).each_op()]
+    assert "aten.mean.default" in names and "aten.item.default" not in names
+
+
 LINES = {checks.Checked: 4, checks.Likelihood: 2, checks.CheckedLayers: 1, checks.CheckedTable: 1}
 
 
@@ -111,7 +149,10 @@ def test_checks_that_only_raise_are_left_out_and_come_back(kind: type[nn.Module]
     assert (kind.forward.__code__, checks.check_positive.__code__) == before
 
 
-EFFECTS = [checks.Caught, checks.Suppressed, checks.Naming, checks.Remembering, checks.Touching]
+EFFECTS = [
+    checks.Caught, checks.Suppressed, checks.Naming, checks.Remembering, checks.Touching, checks.Asserted,
+    checks.AssertedLater, checks.Swallowed, checks.Tried,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", EFFECTS)
