@@ -45,6 +45,19 @@ def check_model(model: Any) -> None:
                 "parts in one real parameter [..., 2], and use torch.view_as_complex in forward"
             )
 
+    _check_hooks(model)
+
+
+def _check_hooks(model: nn.Module) -> None:
+    """PlanError for hooks that change gradients: a program would run without them, and so would `verify`'s copy."""
+    hooked = [(name, p) for name, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
+    hooked += [(name, m) for name, m in model.named_modules() if m._backward_hooks or m._backward_pre_hooks]
+    if hooked:  # no public names for any of them
+        raise PlanError(
+            f"{hooked[0][0] or type(model).__name__} has a hook on its gradient, which a program would not run: remove "
+            "it, and write an autograd.Function, or change the loss so that its gradient is what you want"
+        )
+
 
 def check_keywords(model: nn.Module, inputs: Mapping[str, Any], with_loss: bool) -> None:
     """PlanError where forward takes no such keyword. with_loss: the others are the loss's, which may want any."""

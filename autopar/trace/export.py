@@ -30,6 +30,7 @@ from .literals import Literals
 from .loss_shapes import LossShapes
 from .opaque import Opaque
 from .refusals import InsideError, explain
+from .repeatable import check_repeatable
 from .signature import check_inputs, name_keywords
 from .sizes import SizesError, check_sizes, difference, holds, one_length
 
@@ -62,6 +63,7 @@ def trace(
         raise repeats.NotRepeatedError("no list of equal layers")
     first = first_guess(inputs, dtype)
     name_keywords(shadow, inputs)
+    check_repeatable(shadow, first)
     opaque = Opaque(model, shadow, dtype)
     exported, sizes = opaque.export(lambda: _export(shadow, first))
     program = opaque.complete(Importer(model, exported, sizes, batch_norm).program())

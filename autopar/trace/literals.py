@@ -12,6 +12,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.overrides import TorchFunctionMode
 
 from ..runtime.trees import tree_leaves
+from .refusals import InsideError
+from .source import line_of_the_user
 
 
 class Literals(TorchFunctionMode):
@@ -24,6 +26,8 @@ class Literals(TorchFunctionMode):
             data, dtype = args[0], kwargs.get("dtype", args[1] if len(args) > 1 else None)
             if _numbers(data):
                 return _filled(data, dtype or _common_dtype(data), kwargs.get("device"))
+        if func in _LOST:
+            raise InsideError(f"tracing failed at {line_of_the_user()}: {_LOST[func]}", "")
         if func is Tensor.__getitem__:
             return func(args[0], _index(args[1]))
         if func in (torch.cat, torch.concat, torch.concatenate) and "out" not in kwargs:
@@ -33,6 +37,17 @@ class Literals(TorchFunctionMode):
         if func == Tensor.data.__get__:  # type: ignore[attr-defined]
             return args[0].detach()
         return func(*args, **kwargs)
+
+
+_HOOK = (
+    "a program has no hooks on gradients: write an autograd.Function, which is kept whole, or change the loss so that "
+    "its gradient is what you want"
+)
+_LOST = {  # what a trace would leave out without a word
+    Tensor.register_hook: _HOOK,
+    Tensor.register_post_accumulate_grad_hook: _HOOK,
+    Tensor.data.__set__: "x.data = … changes a tensor behind autograd: compute a new one",  # type: ignore[attr-defined]
+}
 
 
 def _without_empty(tensors: Any, dim: int = 0, **more: Any) -> tuple[Any, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import os
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -26,6 +27,14 @@ def is_torchs(file: str) -> bool:
 def is_the_models(file: str) -> bool:
     """Whether a source file has code of models: the user's, a library's, or a module or distribution of torch."""
     return file.startswith(_MODEL_CODE) or not is_torchs(file)
+
+
+def line_of_the_user() -> str:
+    """The innermost line of the user's that runs."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_torchs(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "forward" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def source_line(stack_trace: str | None) -> str:

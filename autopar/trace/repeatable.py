@@ -1,0 +1,93 @@
+"""Whether forward computes the same each time: a program holds what one call of it did.
+
+A model may count its calls, keep a tensor for the next one, or draw from Python's random numbers. Forward runs a few
+times on meta tensors, and the ops of two calls are compared with the numbers that they are given.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterable, Mapping
+from itertools import zip_longest
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..errors import TraceError
+from ..runtime.dispatch import TorchDispatchMode
+from ..runtime.trees import tree_leaves
+from .copies import copied
+from .input_sizes import InputSizes
+from .source import line_of_the_user
+
+_MORE = 8  # calls of a model that draws random numbers which change nothing in two of them
+
+
+class _Recorder(TorchDispatchMode):
+    """The ops of one call with their numbers, each with the line of the model; `kept`: tensors that it has not made.
+
+    known: the tensors that each call is given.
+    """
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ops: list[tuple[Any, str]] = []
+        self.kept: list[tuple[Tensor, str]] = []
+        self._known = {id(tensor): tensor for tensor in known}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        leaves, line = tree_leaves((args, dict(kwargs or {}))), line_of_the_user()
+        result = func(*args, **(kwargs or {}))
+        self.ops.append(((func, *(tuple(x.shape) if isinstance(x, Tensor) else x for x in leaves)), line))
+        self.kept += [(x, line) for x in leaves if isinstance(x, Tensor) and id(x) not in self._known]
+        self._known |= {id(x): x for x in tree_leaves(result) if isinstance(x, Tensor)}
+        return result
+
+
+def check_repeatable(model: nn.Module, sizes: InputSizes) -> None:
+    """TraceError where two calls of forward on meta tensors differ; nothing where it cannot run on them."""
+    model, states = copied(model), _random_states()
+    graded = {name: p.requires_grad for name, p in model.named_parameters()}
+    try:
+        _call(model, sizes)  # which may make what the later ones read
+        calls = [_call(model, sizes) for _ in range(2)]
+        if _random_states() != states:
+            calls += [_call(model, sizes) for _ in range(_MORE)]
+    except Exception:  # noqa: BLE001 - what the trace will say with its place, or what is kept whole
+        return
+    if changed := [name for name, p in model.named_parameters() if p.requires_grad != graded[name]]:
+        raise TraceError(f"forward changes requires_grad of {changed[0]}: set it before, for the whole of training")
+    first = calls[0]
+    for other in calls[1:]:
+        for one, two in zip_longest(first.ops, other.ops):
+            if one is None or two is None or one[0] != two[0]:
+                raise _refusal((one or two)[1])
+        for (one_kept, line), (other_kept, _) in zip(first.kept, other.kept, strict=True):
+            if one_kept is not other_kept:
+                raise _refusal(line)
+
+
+def _refusal(line: str) -> TraceError:
+    return TraceError(
+        f"two calls of forward on the same inputs differ at {line}, and a program holds one of them: keep what changes "
+        "from call to call (a count, a state, Python's or numpy's random numbers) out of forward, or pass it as an "
+        "input; draw with torch, and choose by torch.where"
+    )
+
+
+def _call(model: nn.Module, sizes: InputSizes) -> _Recorder:
+    example = sizes.example()
+    given = (x for x in example.values() if isinstance(x, Tensor))
+    recorder = _Recorder((*given, *model.parameters(), *model.buffers()))
+    with recorder:
+        model(**example)
+    return recorder
+
+
+def _random_states() -> tuple[Any, str]:
+    """Of Python's random numbers, and of numpy's where that is loaded."""
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), repr(numpy.random.get_state()) if numpy else ""
