@@ -25,16 +25,17 @@ _MORE = 8  # calls of a model that draws random numbers which change nothing in 
 
 
 class _Recorder(TorchDispatchMode):
-    """The ops of one call with their numbers, each with the line of the model; `kept`: tensors that it has not made.
+    """The ops of one call with their numbers, and the tensors of earlier calls that it reads, each with its line.
 
-    known: the tensors that each call is given.
+    earlier: the tensors that calls before this one have made, by id.
     """
 
-    def __init__(self, known: Iterable[Tensor]) -> None:
+    def __init__(self, earlier: Mapping[int, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ops: list[tuple[Any, str]] = []
         self.kept: list[tuple[Tensor, str]] = []
-        self._known = {id(tensor): tensor for tensor in known}
+        self.made: dict[int, Tensor] = {}
+        self._earlier = earlier
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -42,8 +43,8 @@ class _Recorder(TorchDispatchMode):
         leaves, line = tree_leaves((args, dict(kwargs or {}))), line_of_the_user()
         result = func(*args, **(kwargs or {}))
         self.ops.append(((func, *(tuple(x.shape) if isinstance(x, Tensor) else x for x in leaves)), line))
-        self.kept += [(x, line) for x in leaves if isinstance(x, Tensor) and id(x) not in self._known]
-        self._known |= {id(x): x for x in tree_leaves(result) if isinstance(x, Tensor)}
+        self.kept += [(x, line) for x in leaves if isinstance(x, Tensor) and id(x) in self._earlier]
+        self.made |= {id(x): x for x in tree_leaves(result) if isinstance(x, Tensor)}
         return result
 
 
@@ -51,11 +52,12 @@ def check_repeatable(model: nn.Module, sizes: InputSizes) -> None:
     """TraceError where two calls of forward on meta tensors differ; nothing where it cannot run on them."""
     model, states = copied(model), _random_states()
     graded = {name: p.requires_grad for name, p in model.named_parameters()}
+    made: dict[int, Tensor] = {}
     try:
-        _call(model, sizes)  # which may make what the later ones read
-        calls = [_call(model, sizes) for _ in range(2)]
+        _call(model, sizes, made)  # which may make what the later ones read
+        calls = [_call(model, sizes, made) for _ in range(2)]
         if _random_states() != states:
-            calls += [_call(model, sizes) for _ in range(_MORE)]
+            calls += [_call(model, sizes, made) for _ in range(_MORE)]
     except Exception:  # noqa: BLE001 - what the trace will say with its place, or what is kept whole
         return
     if changed := [name for name, p in model.named_parameters() if p.requires_grad != graded[name]]:
@@ -78,12 +80,12 @@ def _refusal(line: str) -> TraceError:
     )
 
 
-def _call(model: nn.Module, sizes: InputSizes) -> _Recorder:
-    example = sizes.example()
-    given = (x for x in example.values() if isinstance(x, Tensor))
-    recorder = _Recorder((*given, *model.parameters(), *model.buffers()))
+def _call(model: nn.Module, sizes: InputSizes, made: dict[int, Tensor]) -> _Recorder:
+    """One call; `made` is given what it makes."""
+    recorder = _Recorder(dict(made))
     with recorder:
-        model(**example)
+        model(**sizes.example())
+    made |= recorder.made
     return recorder
 
 

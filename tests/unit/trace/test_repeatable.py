@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.errors import PlanError, TraceError
-from autopar.request import check_model
+from autopar.trace.asked import check_model
 from autopar.trace.export import trace
 
 BATCH = {"x": torch.zeros(2, 8), "y": torch.zeros(2, 8)}
