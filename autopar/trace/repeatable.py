@@ -6,6 +6,7 @@ times on meta tensors, and the ops of two calls are compared with the numbers th
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from collections.abc import Iterable, Mapping
@@ -42,7 +43,7 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         leaves, line = tree_leaves((args, dict(kwargs or {}))), line_of_the_user()
         result = func(*args, **(kwargs or {}))
-        self.ops.append(((func, *(tuple(x.shape) if isinstance(x, Tensor) else x for x in leaves)), line))
+        self.ops.append(((func, *map(_comparable, leaves)), line))
         self.kept += [(x, line) for x in leaves if isinstance(x, Tensor) and id(x) in self._earlier]
         self.made |= {id(x): x for x in tree_leaves(result) if isinstance(x, Tensor)}
         return result
@@ -51,7 +52,7 @@ class _Recorder(TorchDispatchMode):
 def check_repeatable(model: nn.Module, sizes: InputSizes) -> None:
     """TraceError where two calls of forward on meta tensors differ; nothing where it cannot run on them."""
     model, states = copied(model), _random_states()
-    graded = {name: p.requires_grad for name, p in model.named_parameters()}
+    before = [(name, p, p.requires_grad) for name, p in model.named_parameters(remove_duplicate=False)]
     made: dict[int, Tensor] = {}
     try:
         _call(model, sizes, made)  # which may make what the later ones read
@@ -60,16 +61,31 @@ def check_repeatable(model: nn.Module, sizes: InputSizes) -> None:
             calls += [_call(model, sizes, made) for _ in range(_MORE)]
     except Exception:  # noqa: BLE001 - what the trace will say with its place, or what is kept whole
         return
-    if changed := [name for name, p in model.named_parameters() if p.requires_grad != graded[name]]:
-        raise TraceError(f"forward changes requires_grad of {changed[0]}: set it before, for the whole of training")
-    first = calls[0]
+    after = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter, graded in before:
+        if after.get(name) is not parameter:
+            raise TraceError(f"forward replaces the parameter {name}: do so before, for the whole of training")
+        if parameter.requires_grad != graded:
+            raise TraceError(f"forward changes requires_grad of {name}: set it before, for the whole of training")
     for other in calls[1:]:
-        for one, two in zip_longest(first.ops, other.ops):
-            if one is None or two is None or one[0] != two[0]:
-                raise _refusal((one or two)[1])
-        for (one_kept, line), (other_kept, _) in zip(first.kept, other.kept, strict=True):
-            if one_kept is not other_kept:
-                raise _refusal(line)
+        _compare(calls[0], other)
+
+
+def _comparable(value: Any) -> Any:
+    """A tensor's shape; of a number itself, but NaN, which no NaN is equal to."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape)
+    return "nan" if isinstance(value, float) and math.isnan(value) else value
+
+
+def _compare(first: _Recorder, other: _Recorder) -> None:
+    ops, kept = zip_longest(first.ops, other.ops), zip_longest(first.kept, other.kept)
+    for one, two in ops:
+        if one is None or two is None or one[0] != two[0]:
+            raise _refusal((one or two)[1])
+    for one, two in kept:
+        if one is None or two is None or one[0] is not two[0]:
+            raise _refusal((one or two)[1])
 
 
 def _refusal(line: str) -> TraceError:

@@ -102,12 +102,17 @@ class DrawsForNothing(Net):
         return 0.0 if random.random() < 0.0 else 1.0
 
 
+class NoNumber(Net):
+    def scale(self, x: Tensor) -> Any:
+        return x.masked_fill(x == float("nan"), float("nan"))
+
+
 class DrawsDropout(Net):
     def scale(self, x: Tensor) -> Any:
         return F.dropout(x, 0.5)
 
 
-@pytest.mark.parametrize("kind", [CountsAside, Caches, DrawsForNothing, DrawsDropout])
+@pytest.mark.parametrize("kind", [CountsAside, Caches, NoNumber, DrawsForNothing, DrawsDropout])
 def test_what_does_not_is_traced(kind: type[nn.Module]) -> None:
     assert "aten.mse_loss.default" in {str(node.target) for _, node in trace(kind(), BATCH, torch.float32).each_op()}
 
@@ -115,6 +120,12 @@ def test_what_does_not_is_traced(kind: type[nn.Module]) -> None:
 class Freezes(Net):
     def scale(self, x: Tensor) -> Any:
         self.layers[0].requires_grad_(False)
+        return 1.0
+
+
+class Ties(Net):
+    def scale(self, x: Tensor) -> Any:
+        self.layers[1].weight = self.layers[0].weight
         return 1.0
 
 
@@ -134,7 +145,12 @@ class Hooks(Net):
 
 @pytest.mark.parametrize(
     ("kind", "said"),
-    [(Freezes, "requires_grad of layers.0"), (Replaces, "x.data = "), (Hooks, "no hooks on gradients")],
+    [
+        (Ties, "replaces the parameter layers.1.weight"),
+        (Freezes, "requires_grad of layers.0"),
+        (Replaces, "x.data = "),
+        (Hooks, "no hooks on gradients"),
+    ],
 )
 def test_what_a_trace_would_lose_is_refused(kind: type[nn.Module], said: str) -> None:
     with pytest.raises(TraceError, match=said):
