@@ -46,7 +46,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-class raise_float32(TorchFunctionMode):  # noqa: N801 - a context manager, named as torch names its own
+class raise_float32(TorchFunctionMode):
     """Within it, the author's literal float32 (`.float()`, `.to(torch.float32)`, `dtype=torch.float32`) gives float64,
     and so do numbers that name no dtype: a float64 run of a model is float64 throughout.
 
