@@ -44,7 +44,7 @@ def argument_name(name: str) -> str:
 
 def class_name(block: str, program: Program) -> str:
     """The Python class of a layer block."""
-    taken = _GLOBALS | set(dir(builtins))
+    taken = _RESERVED | {"stage"} | set(dir(builtins))  # what Model.__init__ takes, too
     return block if block not in taken else _unlike(f"{block}Layer", taken, program.blocks)
 
 

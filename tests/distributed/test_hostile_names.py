@@ -146,11 +146,12 @@ def test_drawn_names_do_nothing(models: int, tmp_path: Path, monkeypatch: pytest
     plans = itertools.cycle(PLANS)
 
     @settings(
-        max_examples=models - 1, derandomize=True, deadline=None, database=None,
+        max_examples=models - 2, derandomize=True, deadline=None, database=None,
         phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(NAMES_OF_A_MODEL, st.tuples(KIND, KIND, KIND))
     @example(names=NO_IDENTIFIERS, kinds=("", "class", "1st"))
+    @example(names=NO_IDENTIFIERS, kinds=("a b", "self", "stage"))
     def check(names: list[str], kinds: tuple[str, str, str]) -> None:
         with fresh_folder(tmp_path) as folder:
             model = hostile_model(names, *kinds)
