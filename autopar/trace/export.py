@@ -111,7 +111,7 @@ def _export(model: nn.Module, first: InputSizes) -> tuple[ExportedProgram, Input
 
 
 def _relations(model: nn.Module, first: InputSizes) -> Iterator[InputSizes]:
-    """What the sizes of the inputs may be: the first guess, what the model runs with, the example's length alone."""
+    """Relations of the input sizes to try: the first guess, what the model runs with, the example's length."""
     yield first
     yield from islice(other_sizes(first, model), _MOST_EXPORTS)
     if first.has_sequence:

@@ -1,5 +1,7 @@
-"""What forward writes and torch cannot trace as it is: tensors made of Python numbers become ops that fill, since a
-constant on meta has no value; parts of a symbolic size are named.
+"""Calls in forward that torch cannot trace as they stand, replaced by ones that it can.
+
+Tensors made of Python numbers become ops that fill, since a constant on meta has no value; `chunk` of a symbolic size
+becomes a split; calls that a trace would leave out without a word are refused.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def explain(error: Exception, model: nn.Module) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """What an error means and what to do; of one that is not known, or that the model raises itself, what it says."""
+    """An error of a trace in our words, with the way out; in its own where it is not known or the model raises it."""
     name, said = type(error).__name__, str(error)
     reason = next((reason for symptom, reason in _REASONS if symptom in f"{name} {said}"), None)
     if reason is None or _raised_by_the_model(error):

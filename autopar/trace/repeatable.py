@@ -72,13 +72,14 @@ def check_repeatable(model: nn.Module, sizes: InputSizes) -> None:
 
 
 def _comparable(value: Any) -> Any:
-    """A tensor's shape; of a number itself, but NaN, which no NaN is equal to."""
+    """An argument as it is compared: a tensor by its shape, NaN (which equals nothing) as text."""
     if isinstance(value, Tensor):
         return tuple(value.shape)
     return "nan" if isinstance(value, float) and math.isnan(value) else value
 
 
 def _compare(first: _Recorder, other: _Recorder) -> None:
+    """TraceError where two calls ran other ops, or read other tensors of earlier calls."""
     ops, kept = zip_longest(first.ops, other.ops), zip_longest(first.kept, other.kept)
     for one, two in ops:
         if one is None or two is None or one[0] != two[0]:
@@ -106,6 +107,6 @@ def _call(model: nn.Module, sizes: InputSizes, made: dict[int, Tensor]) -> _Reco
 
 
 def _random_states() -> tuple[Any, str]:
-    """Of Python's random numbers, and of numpy's where that is loaded."""
+    """The states of Python's generator and, where numpy is loaded, of numpy's: equal where nothing was drawn."""
     numpy = sys.modules.get("numpy")
     return random.getstate(), repr(numpy.random.get_state()) if numpy else ""
