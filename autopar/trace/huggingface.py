@@ -63,7 +63,8 @@ def _one_op_attention(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[N
         return
     from transformers import masking_utils
 
-    before, find_packed = inner.config._attn_implementation, masking_utils.find_packed_sequence_indices
+    parts: list[Any] = [m.config for m in inner.modules() if is_huggingface(m)]  # outer before inner
+    before, find_packed = [c._attn_implementation for c in parts], masking_utils.find_packed_sequence_indices
     _register()
     inner.set_attn_implementation(_NAME)
     if "position_ids" not in inputs:
@@ -74,7 +75,9 @@ def _one_op_attention(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[N
         yield
     finally:
         masking_utils.find_packed_sequence_indices = find_packed
-        inner.set_attn_implementation(before)
+        # Not by `set_attn_implementation`: it refuses "sdpa" for a model with a part that has it not.
+        for config, implementation in zip(parts, before, strict=True):
+            config._attn_implementation = implementation  # and those of its sub-configs, which follow in `parts`
 
 
 def _register() -> None:

@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.overrides import TorchFunctionMode
 
 from ..runtime.trees import tree_leaves
-from .refusals import InsideError
+from .refusals import InsideError, TransformError
 from .source import line_of_the_user
 
 
@@ -30,6 +30,8 @@ class Literals(TorchFunctionMode):
                 return _filled(data, dtype or _common_dtype(data), kwargs.get("device"))
         if func in _LOST:
             raise InsideError(f"tracing failed at {line_of_the_user()}: {_LOST[func]}", "")
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # private: nothing public tells of a transform
+            raise TransformError
         if func is Tensor.__getitem__:
             return func(args[0], _index(args[1]))
         if func in (torch.cat, torch.concat, torch.concatenate) and "out" not in kwargs:

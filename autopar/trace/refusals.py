@@ -37,10 +37,15 @@ _NUMBER = (
     "read it in a submodule of its own, which is then kept whole"
 )
 _SHAPE = "a shape that depends on values cannot be traced: keep the shape and mask (torch.where, x * mask)"
+_TRANSFORM = (
+    "torch.vmap and the transforms of torch.func cannot be traced: write it over whole tensors (broadcasting), or put "
+    "it into a submodule of its own, which is then kept whole"
+)
 _SIZE = "the model fixes its batch or sequence size there: derive it from the input's shape"
 _DEVICE = "tensors that forward makes must be on its input's device: device=x.device"
 _OUTPUT = "forward returns an object that is no tensor, tuple or dict of tensors: return the loss, or give loss="
 _REASONS = (  # (what torch says, what that means and what to do), the first that is found
+    ("TransformError", _TRANSFORM),
     ("Could not extract specialized", _NUMBER),
     ("DynamicOutputShape", _SHAPE),
     ("Size-like symbols: u", _SHAPE),
@@ -69,6 +74,10 @@ class InsideError(TraceError):
     def __init__(self, message: str, path: str, in_loop: bool = False) -> None:
         super().__init__(message)
         self.path, self.in_loop = path, in_loop
+
+
+class TransformError(Exception):
+    """torch.vmap, or a transform of torch.func, runs."""
 
 
 class _FoundError(Exception):

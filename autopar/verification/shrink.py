@@ -29,7 +29,7 @@ def small_enough(job: Job, plan: Plan) -> tuple[nn.Module, Plan, str]:
     hollow = any(p.is_meta for p in job.model.parameters())
     if size <= LARGEST and plan.mesh.world_size <= MOST_PROCESSES:
         return with_values(job) if hollow else job.model, fewer_samples(plan), ""
-    if not is_huggingface(job.model):
+    if not hasattr(getattr(job.model, "config", None), "num_attention_heads") or not is_huggingface(job.model):
         raise PlanError(
             f"{size / 1e6:.0f} M parameters on {plan.mesh.world_size} processes are too many here: verify a smaller "
             f"model of the same classes (at most {LARGEST / 1e6:.0f} M parameters, {MOST_PROCESSES} processes)"

@@ -76,6 +76,18 @@ class Selected(nn.Module):
         return rows.index_add(0, chosen, self.mix(rows[chosen])).view_as(x)
 
 
+class PerSample(nn.Module):
+    """torch.vmap, which no trace can hold."""
+
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.mix = nn.Linear(d, d)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        rows: Tensor = torch.vmap(lambda row: self.mix(row).tanh() * row.abs().amax())(x)
+        return rows, rows.detach().argmax(-1)
+
+
 class Scan(nn.Module):
     """A state that each token updates, as a state-space layer has it."""
 

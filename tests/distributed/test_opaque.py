@@ -21,6 +21,7 @@ from tests.distributed.opaque_models import (
     BatchSquash,
     MarkedModel,
     OpaqueModel,
+    PerSample,
     Scan,
     Selected,
     Squash,
@@ -39,7 +40,9 @@ PLANS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-KINDS: dict[str, type[nn.Module]] = {k.__name__: k for k in (BatchSquash, Scan, Selected, Squash, StraightThrough)}
+KINDS: dict[str, type[nn.Module]] = {
+    k.__name__: k for k in (BatchSquash, PerSample, Scan, Selected, Squash, StraightThrough)
+}
 
 
 @cache
@@ -91,7 +94,7 @@ def test_verify_finds_that_parameters_left_out_are_equal() -> None:
 
 
 @pytest.mark.in_turn(3)
-@pytest.mark.parametrize("kind", ["StraightThrough", "Selected", "Scan"])
+@pytest.mark.parametrize("kind", ["StraightThrough", "Selected", "Scan", "PerSample"])
 @pytest.mark.parametrize("plan", ["dp2", "zero3-tp2-pp2-recompute"])
 def test_t12_what_a_trace_would_record_wrongly(kind: str, plan: str) -> None:
     """The backward of a custom autograd.Function; sizes that depend on values; a loop over tokens, at one length."""

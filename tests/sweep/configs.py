@@ -62,6 +62,8 @@ def _layers(config: Mapping[str, Any], layers: int) -> int:
 def _value(name: str, value: Any, layers: Mapping[int, int], narrower: bool) -> Any:
     if isinstance(value, Mapping):
         return shrink(value) if name not in ("id2label", "label2id") else value
+    if name == "layers_block_type" and not layers:  # the only thing that says how many there are
+        return list(dict.fromkeys(value))
     if isinstance(value, list | tuple):
         return [_number(name, v, layers, narrower) for v in _of_each_kind(list(value), layers)]
     return False if name == "use_cache" else _number(name, value, layers, narrower)

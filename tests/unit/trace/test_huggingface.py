@@ -87,6 +87,23 @@ def test_inputs_of_the_user(build: Any) -> None:
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
+class WithoutKernel(transformers.LlamaModel):
+    _supports_sdpa = False
+
+
+def test_parts_without_an_attention_kernel_keep_their_own() -> None:
+    """transformers refuses to give "sdpa" back to a model with such a part."""
+    model: Any = _llama()
+    inner: Any = copy.deepcopy(model.config)
+    inner._attn_implementation = "eager"
+    model.model = WithoutKernel(inner)
+    before = [m.config._attn_implementation for m in model.modules() if hasattr(m, "config")]
+    assert {"sdpa", "eager"} <= set(before)
+    program = prepare(model, dict(TOKENS), "fp32", "refuse")
+    assert [m.config._attn_implementation for m in model.modules() if hasattr(m, "config")] == before
+    torch.testing.assert_close(run_program(program, model, TOKENS), model(**TOKENS)[0], rtol=1e-5, atol=1e-6)
+
+
 def test_a_cache_asked_for_is_not_kept() -> None:
     inputs = {**TOKENS, "use_cache": True}
     options: Any = dict.fromkeys(("gpu", "memory", "loss", "sequence", "global_batch", "optimizer", "precision"), None)

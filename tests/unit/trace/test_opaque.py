@@ -24,6 +24,7 @@ from tests.distributed.opaque_models import (
     BranchingModel,
     Noisy,
     OpaqueModel,
+    PerSample,
     Scan,
     Selected,
     Squash,
@@ -43,7 +44,8 @@ def opaque_node(program: Program) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("kind", "alone"), [(Squash, True), (StraightThrough, True), (Selected, True), (BatchSquash, False)]
+    ("kind", "alone"),
+    [(Squash, True), (StraightThrough, True), (Selected, True), (PerSample, True), (BatchSquash, False)],
 )
 def test_whether_it_treats_samples_alone_is_found_by_running_it(kind: type[nn.Module], alone: bool) -> None:
     program = traced(OpaqueModel(kind, layers=2))
