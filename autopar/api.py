@@ -31,7 +31,7 @@ from .errors import PlanError
 from .ir.graph import B, Program, S
 from .ir.identifiers import printable
 from .ir.unread import unread_note
-from .options import check, check_names
+from .options import PINS, check, check_names
 from .parity import Parity
 from .passes.islands import islands_note
 from .plan import Plan, asked_length
@@ -71,7 +71,6 @@ def parallelize(
     precision: str | None = None,
     compile: bool = False,
     batch_norm: str = "refuse",
-    sequence_parallel: bool | None = None,
     **pins: Any,
 ) -> Parallelized:
     """The fastest plan for training `model` on `gpus` GPUs within `memory` bytes each, and its program.
@@ -83,14 +82,11 @@ def parallelize(
     pad_to_multiple_of: the program pads samples of `sequence` tokens to the next multiple, and computes the same loss.
     compile=True: the layers run under torch.compile.
     batch_norm="synchronise": its statistics are those of all replicas' samples, in one micro-batch; else refused.
-    pins (pp, dp, cp, tp, zero, hsdp, offload, micro_batch, schedule, recompute, loss_chunks) fix a choice,
-    forbid={"zero": [3]} bans some; sequence_parallel=True or False fixes Megatron's layout with or without it.
-    attention="ring", "ulysses" or "all_gather" fixes how the ranks of cp attend to the whole sequence;
-    reduce_dtype="bf16" sums the gradients of replicas in the compute dtype rather than in fp32.
+    pins fix choices of the search, forbid={"zero": [3]} bans some:
+    {pins}
     Raises PlanError (a ValueError) naming what is wrong, where, and the way out.
     """
     chosen = make_pins(pins)
-    check({"sequence_parallel": sequence_parallel})
     together: dict[str, Any] = {
         "gpu": gpu, "global_batch": global_batch, "pad_to_multiple_of": pad_to_multiple_of, "precision": precision,
         "compile": compile,
@@ -101,16 +97,16 @@ def parallelize(
         global_batch=global_batch, optimizer=optimizer, precision=precision, batch_norm=batch_norm, compile=compile,
         pad_to_multiple_of=pad_to_multiple_of,
     )  # fmt: skip
-    check_choices(chosen, job.cluster, sequence=job.padded_from or job.sequence, **together)
-    check_positions(job.model, job.inputs, job.sequence, asked_length(job.sequence, job.padded_from))
+    check_choices(chosen, job.cluster, sequence=job.batch.tokens, **together)
+    check_positions(job.model, job.inputs, job.batch.sequence, asked_length(job.batch))
     with progress(f"tracing {job.name}") as so_far, layers_watched(type(job.model), so_far.at_layer):
-        program = prepare(job.model, job.inputs, job.precision, job.batch_norm)
+        program = prepare(job.model, job.inputs, job.compute.precision, job.batch_norm)
     check_layers(program, job, chosen)
     illegal = illegal_sizes(program, job, chosen)
-    if job.padded_from is not None:
-        padding_of(program, job.padded_from, job.sequence)
-    warn_unknown(program, {B: 1, S: job.sequence})
-    layouts = [layout for layout in LAYOUTS if sequence_parallel is None or layout.name == _named(sequence_parallel)]
+    if job.batch.padded:
+        padding_of(program, job.batch.tokens, job.batch.sequence)
+    warn_unknown(program, {B: 1, S: job.batch.sequence})
+    layouts = [layout for layout in LAYOUTS if _allowed(chosen, layout.name)]
     cps, tps = cp_sizes(program, job, chosen), [tp for tp in tp_sizes(job, chosen) if f"tp={tp}" not in illegal]
     solutions, unsolved = solve_layouts(program, job, cps, tps, layouts, chosen)
     with progress("pricing the placements"):
@@ -158,7 +154,7 @@ class Parallelized:
     def _opaque(self) -> list[str]:
         if not self.program.opaque:
             return []
-        return opaque_note(self.program, {B: 1, S: self.job.sequence}, class_names(self.job.model))
+        return opaque_note(self.program, {B: 1, S: self.job.batch.sequence}, class_names(self.job.model))
 
     def explain(self) -> str:
         """Time and memory of each stage, and what the runners-up lose."""
@@ -170,22 +166,17 @@ class Parallelized:
     @property
     def _islands(self) -> list[str]:
         """What a half-precision program computes in fp32 beyond the author's own casts."""
-        if self.job.precision not in ("bf16", "fp16"):
+        if not self.job.compute.half:
             return []
         others = islands_note(self.program)
         return [f"in fp32: the loss{f', {others}' if others else ''}; inside kernels: the sums of norms and softmax"]
 
-    def compare(self, sequence_parallel: bool | None = None, **pins: Any) -> str:
+    def compare(self, **pins: Any) -> str:
         """What if: the best plan with these pins beside the chosen one."""
         chosen = make_pins(pins)
-        check({"sequence_parallel": sequence_parallel})
         check_layers(self.program, self.job, chosen)
         illegal = illegal_sizes(self.program, self.job, chosen)
-        solutions = {
-            key: s
-            for key, s in self.solutions.items()
-            if sequence_parallel is None or key.layout == _named(sequence_parallel)
-        }
+        solutions = {key: s for key, s in self.solutions.items() if _allowed(chosen, key.layout)}
         models = models_of(self.job, self.program, solutions, chosen)
         other = search_job(self.job, self.program, models, chosen, illegal)
         both = replace(self.result, best=(self.result.chosen, other.chosen))
@@ -255,11 +246,12 @@ class Parallelized:
         unit = self.job.cluster.unit
         if plan.mesh != self.plan.mesh:
             return Predicted(unit=unit)
-        values = {B: plan.micro_batch, S: plan.sequence // plan.mesh.cp}  # costs are those of a rank of cp
+        batch = plan.batch
+        values = {B: batch.micro_batch, S: batch.sequence // plan.mesh.cp}  # costs are those of a rank of cp
         micro_batches = plan.accumulation * plan.mesh.dp
         flops = float(self.result.chosen.model.unsharded_flops.subs(values)) * micro_batches
         estimate = self.estimate
-        peak = self.job.cluster.hardware.peak(plan.precision)
+        peak = self.job.cluster.hardware.peak(plan.compute.precision)
         if plan != self.plan:
             return Predicted(flops_per_step=3 * flops, peak_flops=peak, unit=unit)
         return Predicted(estimate.step_time_s, 3 * flops, peak, estimate.peak_bytes, estimate.mfu, unit)
@@ -267,11 +259,16 @@ class Parallelized:
 
 def make_pins(pins: Mapping[str, Any]) -> Pins:
     """The pins by name; PlanError for other names, with the nearest."""
-    legal = (*Pins.__dataclass_fields__, *inspect.signature(parallelize).parameters)
-    if unknown := set(pins) - set(Pins.__dataclass_fields__):
-        check_names(unknown, [name for name in legal if name not in ("model", "pins")], "no such option; there are")
+    if unknown := set(pins) - {*PINS, "forbid"}:
+        options = (name for name in inspect.signature(parallelize).parameters if name not in ("model", "pins"))
+        check_names(unknown, [*PINS, "forbid", *options], "no such option; there are")
     return Pins(**pins)
 
 
-def _named(sequence_parallel: bool) -> str:
-    return "megatron-sp" if sequence_parallel else "megatron"
+def _allowed(pins: Pins, layout: str) -> bool:
+    """Whether the pins leave a layout of tp."""
+    return pins.sequence_parallel is None or layout == ("megatron-sp" if pins.sequence_parallel else "megatron")
+
+
+_PINNED = "\n    ".join(f"    {name}: {option.text}" for name, option in PINS.items())
+parallelize.__doc__ = str(parallelize.__doc__).replace("    {pins}", f"    {_PINNED}")

@@ -124,7 +124,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 def _add(group: argparse._ActionsContainer, name: str, option: Option, default: object = None) -> None:
     """One option: a flag where it has no value to name."""
-    flag, text = f"--{name.replace('_', '-')}", option.help + (f": {', '.join(option.names)}" if option.names else "")
+    flag, text = f"--{name.replace('_', '-')}", option.text
     if option.metavar:
         group.add_argument(flag, type=option.read, metavar=option.metavar, help=text, default=default)
     else:

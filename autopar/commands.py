@@ -18,7 +18,6 @@ from .api import Parallelized, make_pins, parallelize
 from .emit.overwrite import check_folder
 from .errors import PlanError
 from .given_plan import with_given
-from .mesh import AXES
 from .options import JOB, OPTIONS, PINS
 from .plan import Plan
 from .search.explain import why_not
@@ -28,7 +27,6 @@ from .solutions import with_placements
 from .trace.named import named_function, named_model
 from .verification.folder import verify_folder
 
-_PINS = tuple(name for name in PINS if name != "sequence_parallel")
 _OF_THE_PLAN = tuple(name for name in (*JOB, *PINS) if name not in ("gpus", "gpus_per_node", "memory", "batch_norm"))
 _LAYOUTS = {"megatron": False, "megatron-sp": True}
 
@@ -123,7 +121,7 @@ def _machine_readable(result: Parallelized) -> dict[str, Any]:
 
 
 def _parallelized(args: argparse.Namespace) -> Parallelized:
-    pins = {name: getattr(args, name) for name in _PINS} | {"forbid": _forbidden(args.forbid)}
+    pins = {name: getattr(args, name) for name in PINS} | {"forbid": _forbidden(args.forbid)}
     # Here too, for a model takes its time to be imported and built.
     check_choices(
         make_pins(pins), args.gpus, gpu=args.gpu, global_batch=args.global_batch, sequence=args.sequence,
@@ -145,7 +143,6 @@ def _parallelized(args: argparse.Namespace) -> Parallelized:
         optimizer=(args.optimizer or "AdamW", {} if args.lr is None else {"lr": args.lr}),
         batch_norm=args.batch_norm or "refuse",
         compile=bool(args.compile),
-        sequence_parallel=args.sequence_parallel,
         **pins,
     )
 
@@ -168,17 +165,17 @@ def _of_plan(args: argparse.Namespace, plan: Plan) -> Parallelized:
         memory=args.memory,
         inputs=inputs,
         loss=loss,
-        sequence=plan.tokens,
-        pad_to_multiple_of=plan.sequence if plan.padded_from else None,
-        global_batch=plan.global_batch,
-        precision=plan.precision,
+        sequence=plan.batch.tokens,
+        pad_to_multiple_of=plan.batch.sequence if plan.batch.padded else None,
+        global_batch=plan.batch.global_batch,
+        precision=plan.compute.precision,
         optimizer=(plan.optimizer.name, plan.optimizer.kwargs),
         batch_norm=args.batch_norm or "refuse",
-        compile=plan.compile,
+        compile=plan.compute.compile,
         sequence_parallel=_LAYOUTS.get(plan.solution.name),
         attention=plan.context.name or None,
-        **{name: getattr(plan.mesh, name) for name in AXES},
-        **{name: getattr(plan, name) for name in _PINS if name not in (*AXES, "attention")},
+        virtual_stages=plan.virtual_stages,
+        **plan.pinned,
     )
     return with_given(result, plan)
 

@@ -18,7 +18,6 @@ from .ir.graph import B, Program, S
 from .ir.lengths import check_multiple
 from .ir.text import program_text
 from .ir.units import read_elsewhere
-from .mesh import Mesh
 from .passes import CONTEXT, HEADS, PASSES, PREPARE, Pass
 from .passes.insert_conversions import InsertConversions
 from .passes.shard_parameters import ShardParameters
@@ -28,6 +27,7 @@ from .rules import Axis
 from .rules.data_axis import check_data_axis, data_types
 from .rules.padding import padding_of
 from .rules.verify import verify
+from .runtime.choices import Batch, Mesh
 from .search.layouts import context_axis
 from .trace.export import trace
 from .trace.huggingface import traceable
@@ -61,13 +61,15 @@ def compile_program(program: Program, plan: Plan) -> Program:
     if coupling := data_types(program).coupling:
         coupling.check(plan)
     if fixed := program.fixed_length:
-        fixed.check(f"sequence={plan.sequence}", plan.sequence)
+        fixed.check(f"sequence={plan.batch.sequence}", plan.batch.sequence)
         fixed.check_uncut(f"cp={plan.mesh.cp}", plan.mesh.cp)
-    check_multiple(program.sequence_multiple, f"sequence={plan.sequence}", plan.sequence, plan.tokens)
-    if plan.padded_from is not None:
-        program = replace(program, padding=padding_of(program, plan.padded_from, plan.sequence))
+    check_multiple(program.sequence_multiple, f"sequence={plan.batch.sequence}", plan.batch.sequence, plan.batch.tokens)
+    if plan.batch.padded:
+        program = replace(program, padding=padding_of(program, plan.batch.tokens, plan.batch.sequence))
     program = cut_sequence(program, plan)
-    axis = Axis("tp", plan.mesh.tp, sequence=True, values={B: plan.micro_batch, S: plan.sequence // plan.mesh.cp})
+    axis = Axis(
+        "tp", plan.mesh.tp, sequence=True, values={B: plan.batch.micro_batch, S: plan.batch.sequence // plan.mesh.cp}
+    )
     done: set[str] = set()
     for number, step in enumerate(PASSES, 1 + len(CONTEXT) * (plan.mesh.cp > 1)):
         before, program = program, step.apply(program, plan)
@@ -82,13 +84,11 @@ def compile_program(program: Program, plan: Plan) -> Program:
     return program
 
 
-def sequence_only(
-    program: Program, cp: int, tp: int, sequence: int, context: str, padded_from: int | None = None
-) -> Plan:
+def sequence_only(program: Program, cp: int, tp: int, batch: Batch, context: str) -> Plan:
     """A plan that does nothing but cut sequences over cp, by the layout `context`."""
-    stages = ((0, len(program.layer_calls)),)
-    context_solution = Solution(cp, {}, context)
-    return Plan(Mesh(cp=cp, tp=tp), 1, 1, sequence, stages, context=context_solution, padded_from=padded_from)
+    stages, over_cp = ((0, len(program.layer_calls)),), Solution(cp, {}, context)
+    given: dict[str, Any] = {"padded_from": batch.padded_from, "context": over_cp}
+    return Plan.of(Mesh(cp=cp, tp=tp), 1, 1, batch.sequence, stages, **given)
 
 
 def with_heads(program: Program, plan: Plan) -> Program:
@@ -100,7 +100,7 @@ def with_heads(program: Program, plan: Plan) -> Program:
 
 def cut_sequence(program: Program, plan: Plan) -> Program:
     """The program of one rank of cp, on which the placements over tp are solved."""
-    values = {B: plan.micro_batch, S: plan.sequence}
+    values = {B: plan.batch.micro_batch, S: plan.batch.sequence}
     axis = context_axis(program, plan.mesh.cp, values, plan.context.name, plan.mesh.tp)
     for number, step in enumerate(CONTEXT if axis.size > 1 else (), 1):
         before, program = program, step.apply(program, plan)
@@ -117,7 +117,7 @@ def _check_units(program: Program, plan: Plan) -> None:
             raise PlanError(
                 f"pp={plan.mesh.pp}: {name} is read outside its layer, on a stage that has it not: use pp=1"
             )
-        if plan.zero == 3:
+        if plan.sharding.zero == 3:
             raise PlanError(
                 f"zero=3: {name} is read outside its layer, where ZeRO-3 has only shards: use zero=0, 1 or 2"
             )
@@ -131,9 +131,9 @@ def _check_transfers(program: Program, plan: Plan) -> None:
             f"stage {k} sends {before.sends}, and stage {k + 1} wants {after.receives}"
         )
     pp = plan.mesh.pp
-    stuck = deadlock(posts(plan.schedule, pp, plan.accumulation, plan.virtual_stages, links), pp)
+    stuck = deadlock(posts(plan.pipeline.schedule, pp, plan.accumulation, plan.virtual_stages, links), pp)
     if stuck:
-        raise PlanError(f"schedule={plan.schedule!r} with stages {plan.stages} cannot end: {stuck}")
+        raise PlanError(f"schedule={plan.pipeline.schedule!r} with stages {plan.pipeline.stages} cannot end: {stuck}")
 
 
 def _dump(number: int, step: Pass, before: Program, after: Program) -> None:

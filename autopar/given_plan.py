@@ -26,9 +26,9 @@ def with_given(result: Parallelized, plan: Plan) -> Parallelized:
     Raises PlanError where the plan is none of this model, InfeasibleError where it does not fit.
     """
     if plan.mesh.tp == 1 or not plan.solution.strategies:
-        plan = replace(plan, solution=result.plan.solution)
+        plan = plan.changed(solution=result.plan.solution)
     if plan.mesh.cp == 1 or not plan.context.strategies:
-        plan = replace(plan, context=result.plan.context)
+        plan = plan.changed(context=result.plan.context)
     _check_names(result.program, plan)
     compile_program(result.program, plan)
     return _priced(result, plan)
@@ -57,7 +57,7 @@ def _priced(result: Parallelized, plan: Plan) -> Parallelized:
     local = cut_sequence(result.program, plan)
     solutions = {Key.of(plan): Placements(plan.context, plan.solution, local)}
     (costs,) = models_of(result.job, result.program, solutions, request.pins)
-    (price,) = price_model(costs, [plan.micro_batch], plan.sequence, hardware, plan.precision)
+    (price,) = price_model(costs, [plan.batch.micro_batch], plan.batch.sequence, hardware, plan.compute.precision)
     estimate = estimate_price(price, plan, hardware)
     if estimate.peak_bytes > request.budget_bytes:
         short = gib(estimate.peak_bytes - request.budget_bytes)

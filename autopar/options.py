@@ -1,7 +1,8 @@
 """Every option and pin by name: the values it takes, and what it is for.
 
 One table, read by `parallelize`, the command line and plan.yaml, so that a wrong value is refused alike everywhere and
-before anything is traced. What values mean together is for `search/contradictions.py`.
+before anything is traced. The choices of a plan are declared in `runtime/choices.py`, and come from there. What values
+mean together is for `search/contradictions.py`.
 """
 
 from __future__ import annotations
@@ -10,15 +11,15 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import Field, dataclass, fields
 from typing import Any
 
 from .errors import PlanError
-from .recompute import FORM, MOST_LAYERS, Again, choice
-from .schedules import SCHEDULES
+from .recompute import FORM, MOST_LAYERS, Activations, Again, choice
+from .runtime.choices import Batch, Compute, Mesh, Pipeline, Sharding
 
+VALUES = (Mesh, Batch, Pipeline, Sharding, Activations, Compute)  # the choices of a plan, in the order of plan.yaml
 CONTEXT_LAYOUTS = ("ring", "ulysses", "all_gather")
-PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
 # Elementwise: a shard of the state needs only the shard of the parameter.
 OPTIMIZERS = ("AdamW", "Adam", "SGD", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "ASGD", "Rprop")
 # Beyond what anyone trains on, and few enough for the search to go through.
@@ -41,6 +42,11 @@ class Option:
     read: Callable[[str], Any] = str
     metavar: str = ""
     names: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """What it is for, and its legal words."""
+        return self.help + (f": {', '.join(self.names)}" if self.names else "")
 
     def fault(self, name: str, value: Any) -> str:
         """ "zero=7: use 0, 1, 2 or 3", or "" where the value is legal."""
@@ -103,10 +109,29 @@ def _bytes(memory: Any) -> float:
 # --------------------------------------------------------------------------------
 # Kinds of options
 
+_MOST = {"samples": MOST_SAMPLES, "tokens": MOST_TOKENS, "slices": 65_536}  # of other units MOST_GPUS
 
-def _whole(unit: str, help: str, most: int, metavar: str = "N") -> Option:
-    form = f"a whole number of {unit}, 1 to {most:,}"
+
+def _option(field: Field[Any]) -> Option:
+    """What the field of a value object takes."""
+    legal, help = field.metadata["legal"], field.metadata["help"]
+    if legal in _FORMS:
+        return _FORMS[legal](help)
+    if legal is bool:
+        return _flag(help)
+    if isinstance(legal, str):
+        return _whole(legal, help, _MOST.get(legal, MOST_GPUS))
+    return _one_of(legal, help) if isinstance(legal[0], str) else _number(legal, help)
+
+
+def _whole(unit: str, help: str, most: int) -> Option:
+    form, metavar = f"a whole number of {unit}, 1 to {most:,}", unit.upper() if unit in ("samples", "tokens") else "N"
     return Option(form, lambda value: is_whole(value) and 1 <= value <= most, help, _read_whole, metavar)
+
+
+def _number(legal: tuple[int, ...], help: str) -> Option:
+    form = f"{', '.join(map(str, legal[:-1]))} or {legal[-1]}"
+    return Option(form, lambda value: is_whole(value) and value in legal, help, _read_whole, "N")
 
 
 def _read_whole(text: str) -> Any:
@@ -123,6 +148,11 @@ def _flag(help: str) -> Option:
         return {"true": True, "false": False}.get(text.lower(), text)
 
     return Option("True or False", lambda value: isinstance(value, bool), help, read)
+
+
+def _recompute(help: str) -> Option:
+    form = f"'none', 'full', {FORM}, a number of layers or layer indices (below {MOST_LAYERS:,})"
+    return Option(form, _is_recompute, help, _read_recompute, "WHAT")
 
 
 def _is_recompute(value: Any) -> bool:
@@ -145,6 +175,19 @@ def _read_recompute(text: str) -> str | int | tuple[int, ...]:
     return layers[0] if len(layers) == 1 and not text.endswith(",") else layers
 
 
+def _layer_ranges(help: str) -> Option:
+    def is_range(value: Any) -> bool:
+        return isinstance(value, list | tuple) and len(value) == 2 and all(map(is_layer, value))
+
+    def is_layer(value: Any) -> bool:
+        return is_whole(value) and 0 <= value <= MOST_LAYERS
+
+    def fits(value: Any) -> bool:
+        return isinstance(value, list | tuple) and all(map(is_range, value))
+
+    return Option("a layer range [start, stop] for each stage, as [[0, 12], [12, 24]]", fits, help)
+
+
 def _is_lr(value: Any) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and 0 <= value < math.inf
@@ -157,8 +200,18 @@ def _read_float(text: str) -> Any:
         return text
 
 
+_FORMS: Mapping[Any, Callable[[str], Option]] = {"recompute": _recompute, "layer ranges": _layer_ranges}
+
 # --------------------------------------------------------------------------------
 # The table
+
+CHOICES = {field.name: field for kind in VALUES for field in fields(kind)}  # of a plan, by name
+CHOSEN = {name: _option(field) for name, field in CHOICES.items()}
+
+
+def _chosen_by(who: str) -> dict[str, Option]:
+    return {name: option for name, option in CHOSEN.items() if CHOICES[name].metadata["by"] == who}
+
 
 # What is trained, and on what.
 JOB: dict[str, Option] = {
@@ -170,47 +223,28 @@ JOB: dict[str, Option] = {
         "budget per GPU, as 70GiB (default: the GPU's usable memory)",
         metavar="SIZE",
     ),
-    "sequence": _whole("tokens", "tokens of a sample", MOST_TOKENS, metavar="TOKENS"),
-    "pad_to_multiple_of": _whole(
-        "tokens", "pad samples to the next multiple, out of the loss", MOST_TOKENS, metavar="TOKENS"
-    ),
-    "global_batch": _whole("samples", "samples of a step (default: 8 a GPU)", MOST_SAMPLES, metavar="SAMPLES"),
-    "precision": _one_of(PRECISIONS, "default: bf16, fp32 on a CPU"),
-    "compile": _flag("run the layers under torch.compile"),
+    **_chosen_by("job"),
+    "pad_to_multiple_of": _whole("tokens", "pad samples to the next multiple, out of the loss", MOST_TOKENS),
     "optimizer": _one_of(OPTIMIZERS, "an elementwise torch.optim class (default: AdamW)"),
     "lr": Option("a number, 0 or more", _is_lr, "learning rate (default: the optimizer's)", _read_float, "LR"),
     "batch_norm": _one_of(
         ("refuse", "synchronise"), "of all replicas' samples, in one micro-batch (default: refuse)"
     ),
 }  # fmt: skip
-# Choices of the search that the user may fix, or forbid by value.
-PINS: dict[str, Option] = {
-    "pp": _whole("stages", "pipeline stages", MOST_GPUS),
-    "dp": _whole("replicas", "replicas", MOST_GPUS),
-    "cp": _whole("ranks", "parts of a sequence", MOST_GPUS),
-    "tp": _whole("ranks", "tensor-parallel ranks", MOST_GPUS),
-    "zero": Option(
-        "0, 1, 2 or 3",
-        lambda value: is_whole(value) and 0 <= value <= 3,
-        "what replicas share out: states, gradients, parameters (0, 1, 2 or 3)",
-        _read_whole,
-        "STAGE",
-    ),
-    "hsdp": _whole("ranks", "that share out one copy, the groups being replicas (default: all)", MOST_GPUS),
-    "offload": _flag("masters, states and the optimizer on the host"),
-    "micro_batch": _whole("samples", "samples of a micro-batch", MOST_SAMPLES, metavar="SAMPLES"),
-    "schedule": _one_of(SCHEDULES, "of the pipeline"),
+# Choices of the search that the user may fix, or forbid by value: the plan's, and what decides several of them.
+PINS: dict[str, Option] = _chosen_by("pin") | {
     "virtual_stages": _whole("stages", "stages of each pipeline rank (interleaved, zero-bubble)", MOST_LAYERS),
-    "recompute": Option(
-        f"'none', 'full', {FORM}, a number of layers or layer indices (below {MOST_LAYERS:,})",
-        _is_recompute,
-        "none, full, regions (attention core, mlp), groups of 2, layers a stage (2), or layers (0,1,5)",
-        _read_recompute,
-        "WHAT",
-    ),
-    "loss_chunks": _whole("slices", "slices of the vocabulary for head and loss, 1 for none", 65_536),
-    "reduce_dtype": _one_of(PRECISIONS, "of gradients over the replicas: fp32, or that of --precision"),
     "attention": _one_of(CONTEXT_LAYOUTS, "how the ranks of cp attend to the whole sequence"),
     "sequence_parallel": _flag("Megatron's layout with or without it"),
-}  # fmt: skip
+}
 OPTIONS = JOB | PINS | {"steps": _whole("steps", "how many to train (default: 5)", 10**6)}
+
+
+def check_choices(values: object) -> None:
+    """PlanError for the first field of a value object that is not legal; None where it may be left open is."""
+    for field in fields(values):  # type: ignore[arg-type]
+        value = getattr(values, field.name)
+        if field.metadata["legal"] == "recompute" or (value is None and field.default is None):
+            continue  # a plan has ranges of layers, where the option takes words
+        if fault := CHOSEN[field.name].fault(field.name, value):
+            raise PlanError(fault)

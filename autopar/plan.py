@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from .errors import PlanError
-from .mesh import AXES, Mesh
-from .options import check
+from .options import CHOICES, VALUES, check, check_choices
 from .placement import Strategy
-from .plan_form import check_form
-from .recompute import Again, from_plain, to_plain
+from .plan_form import check_form, from_plain, to_plain
+from .recompute import Activations
+from .runtime.choices import AXES, Batch, Compute, Mesh, Pipeline, Sharding
 from .schedules import why_not, why_not_split
 
-_OPTIONS = ("global_batch", "micro_batch", "sequence", "zero", "hsdp", "offload", "loss_chunks", "precision", "compile")
 MASTERS = {"bf16": "fp32", "fp16": "fp32", "fp32": "fp32", "fp64": "fp64"}  # precision → of weights and states
 
 
@@ -49,137 +48,117 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Plan:
-    """A complete plan.
+    """A complete plan: the choices by what they are about, the optimizer, and the placements.
 
-    `stages` holds the layer range [start, stop) of each pipeline stage, of which stage k runs on rank k % pp;
-    `recompute` what backward computes again, by ranges of layers in ascending order. Batch sizes count samples,
-    `sequence` the tokens of each that are computed, to which the trainer pads samples of `padded_from` tokens.
-    `reduce_dtype`: in which replicas sum gradients, if not in that of the master weights.
     `solution` holds the placements on tp, of the program that `context`, those on cp, leaves to each of its ranks.
-    `hsdp`: ranks that share out one copy of what ZeRO shards, the groups being replicas (None: all data ranks).
-    `offload`: what ZeRO shards is kept in the host's memory, where the optimizer runs.
     """
 
     mesh: Mesh
-    global_batch: int
-    micro_batch: int
-    sequence: int
-    stages: tuple[tuple[int, int], ...]
-    schedule: str = "none"
-    zero: int = 0
-    hsdp: int | None = None
-    offload: bool = False
-    recompute: tuple[Again, ...] = ()
-    precision: str = "bf16"
+    batch: Batch
+    pipeline: Pipeline
+    sharding: Sharding
+    activations: Activations
+    compute: Compute
     optimizer: Optimizer = Optimizer()
-    loss_chunks: int = 1  # slices of the vocabulary in which head and loss are computed together
-    compile: bool = False  # the layers run under torch.compile
     solution: Solution = Solution(1, {})
-    reduce_dtype: str | None = None
     context: Solution = Solution(1, {})
-    padded_from: int | None = None  # tokens of a sample, where the trainer pads it to `sequence`
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of a sample, pads not counted."""
-        return self.padded_from or self.sequence
+    @classmethod
+    def of(
+        cls,
+        mesh: Mesh,
+        global_batch: int,
+        micro_batch: int,
+        sequence: int,
+        stages: tuple[tuple[int, int], ...],
+        schedule: str = "none",
+        **others: Any,
+    ) -> Plan:
+        """The plan of these choices by name, without placements unless given: ZeRO-0, no recompute, bf16."""
+        given = {
+            "global_batch": global_batch, "micro_batch": micro_batch, "sequence": sequence, "stages": stages,
+            "schedule": schedule, "zero": 0, "recompute": (), "precision": "bf16", **others,
+        }  # fmt: skip
+        objects = {name: kind(**_taken(kind, given)) for name, kind in _OBJECTS.items()}
+        return cls(mesh=mesh, **objects, **given)
+
+    def changed(self, **choices: Any) -> Plan:
+        """The same plan but for these choices, by their names or those of the plan's own fields."""
+        objects = {name: replace(getattr(self, name), **_taken(kind, choices)) for name, kind in _OBJECTS.items()}
+        return replace(self, **(objects | choices))
 
     @property
     def accumulation(self) -> int:
         """Micro-batches a step on each data-parallel rank."""
-        return self.global_batch // (self.micro_batch * self.mesh.dp)
-
-    @property
-    def sharding(self) -> str:
-        """3, 3 hsdp8, 3 hsdp8 offload: the ZeRO stage with its groups and place."""
-        return sharding_text(self.zero, self.hsdp, self.offload)
+        return self.batch.micro_batches(self.mesh.dp)
 
     @property
     def virtual_stages(self) -> int:
         """Stages on each pipeline rank."""
-        return len(self.stages) // self.mesh.pp
+        return len(self.pipeline.stages) // self.mesh.pp
+
+    @property
+    def pinned(self) -> dict[str, Any]:
+        """Its choices that pins can fix, by name."""
+        names = [name for name, of in _HOLDERS.items() if CHOICES[name].metadata["by"] == "pin"]
+        axes = {axis: self.mesh.size(axis) for axis in AXES}
+        return axes | {name: getattr(getattr(self, _HOLDERS[name]), name) for name in names}
 
     def __post_init__(self) -> None:
-        check({axis: self.mesh.size(axis) for axis in AXES} | {name: getattr(self, name) for name in _OPTIONS})
-        check({"gpus": self.mesh.world_size})
-        check_cut(self.sequence, self.padded_from, self.mesh.cp)
-        if self.padded_from is not None and not 1 <= self.padded_from < self.sequence:
+        for name in _OBJECTS:
+            check_choices(getattr(self, name))
+        check({axis: self.mesh.size(axis) for axis in AXES} | {"gpus": self.mesh.world_size})
+        batch, stages, schedule = self.batch, self.pipeline.stages, self.pipeline.schedule
+        check_cut(batch, self.mesh.cp)
+        if batch.padded_from is not None and batch.padded_from >= batch.sequence:
             raise PlanError(
-                f"padded_from={self.padded_from} with sequence={self.sequence}: samples are padded to a longer "
+                f"padded_from={batch.padded_from} with sequence={batch.sequence}: samples are padded to a longer "
                 "sequence; leave padded_from out for samples that are as long"
             )
-        samples = self.micro_batch * self.mesh.dp
-        if self.global_batch % samples:
+        samples = batch.micro_batch * self.mesh.dp
+        if batch.global_batch % samples:
             raise PlanError(
-                f"global_batch={self.global_batch} is not divisible by micro_batch={self.micro_batch} "
+                f"global_batch={batch.global_batch} is not divisible by micro_batch={batch.micro_batch} "
                 f"× dp={self.mesh.dp} = {samples}: use a multiple of {samples}"
             )
-        if len(self.stages) % self.mesh.pp or not self.stages:
+        if len(stages) % self.mesh.pp or not stages:
             raise PlanError(
-                f"{len(self.stages)} stages for pp={self.mesh.pp}: give one layer range a stage, or the same number of "
+                f"{len(stages)} stages for pp={self.mesh.pp}: give one layer range a stage, or the same number of "
                 f"virtual stages a rank ({2 * self.mesh.pp}, {3 * self.mesh.pp}, …)"
             )
-        if why := why_not(self.schedule, self.mesh.pp, self.virtual_stages, self.accumulation):
+        if why := why_not(schedule, self.mesh.pp, self.virtual_stages, self.accumulation):
             raise PlanError(why)
-        if why := why_not_split(self.schedule, self.zero, bool(self.recompute), self.compile):
+        recomputes = bool(self.activations.recompute)
+        if why := why_not_split(schedule, self.sharding.zero, recomputes, self.compute.compile):
             raise PlanError(why)
-        check_precision(self.precision, self.reduce_dtype)
-        if fault := sharding_fault(self.mesh, self.zero, self.hsdp, self.offload):
+        check_precision(self.compute)
+        if fault := sharding_fault(self.mesh, self.sharding):
             raise PlanError(fault)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for YAML and JSON; `from_dict` is the inverse."""
-        return {
-            "mesh": {axis: self.mesh.size(axis) for axis in AXES},
-            "global_batch": self.global_batch,
-            "micro_batch": self.micro_batch,
-            "sequence": self.sequence,
-            **({"padded_from": self.padded_from} if self.padded_from else {}),
-            "stages": [list(stage) for stage in self.stages],
-            "schedule": self.schedule,
-            "zero": self.zero,
-            "hsdp": self.hsdp,
-            "offload": self.offload,
-            "recompute": to_plain(self.recompute),
-            "loss_chunks": self.loss_chunks,
-            "compile": self.compile,
-            "precision": self.precision,
-            **({"reduce_dtype": self.reduce_dtype} if self.reduce_dtype else {}),
-            "optimizer": {
-                "name": self.optimizer.name,
-                "kwargs": _plain(self.optimizer.kwargs),
-                "groups": [{"names": list(names), **_plain(own)} for names, own in self.optimizer.groups],
-            },
-            "layout": self.solution.name,
-            "placements": _placements(self.solution),
-            **self._context_dict(),
+        data: dict[str, Any] = {"mesh": {axis: self.mesh.size(axis) for axis in AXES}}
+        for name, of in _HOLDERS.items():
+            value = getattr(getattr(self, of), name)
+            if value is not None or not CHOICES[name].metadata["rare"]:
+                data[name] = to_plain(name, value)
+        data["optimizer"] = {
+            "name": self.optimizer.name,
+            "kwargs": _plain(self.optimizer.kwargs),
+            "groups": [{"names": list(names), **_plain(own)} for names, own in self.optimizer.groups],
         }
-
-    def _context_dict(self) -> dict[str, Any]:
-        if self.mesh.cp == 1:
-            return {}
-        return {"context": self.context.name, "context_placements": _placements(self.context)}
+        data |= {"layout": self.solution.name, "placements": _placements(self.solution)}
+        if self.mesh.cp > 1:
+            data |= {"context": self.context.name, "context_placements": _placements(self.context)}
+        return data
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Plan:
         mesh = Mesh(**data["mesh"])
-        return Plan(
-            mesh=mesh,
-            global_batch=data["global_batch"],
-            micro_batch=data["micro_batch"],
-            sequence=data["sequence"],
-            padded_from=data.get("padded_from"),
-            stages=tuple((start, stop) for start, stop in data["stages"]),
-            schedule=data["schedule"],
-            zero=data["zero"],
-            hsdp=data.get("hsdp"),
-            offload=data.get("offload", False),
-            recompute=from_plain(data["recompute"]),
-            precision=data["precision"],
-            reduce_dtype=data.get("reduce_dtype"),
+        return Plan.of(
+            mesh,
+            **{name: from_plain(name, data[name]) for name in _HOLDERS if name in data},
             optimizer=_read_optimizer(data["optimizer"]),
-            loss_chunks=data.get("loss_chunks", 1),
-            compile=data.get("compile", False),
             solution=_read_solution(mesh.tp, data["placements"], data.get("layout", "")),
             context=_read_solution(mesh.cp, data.get("context_placements", {}), data.get("context", "")),
         )
@@ -201,35 +180,47 @@ class Plan:
             raise PlanError(f"{path}: {error}") from error
 
 
-def check_precision(precision: str, reduce_dtype: str | None) -> None:
+# The fields of a plan whose own fields are choices by name, and the field that holds each choice.
+_OBJECTS: dict[str, type[Any]] = {kind.__name__.lower(): kind for kind in VALUES if kind is not Mesh}
+_HOLDERS = {field.name: name for name, kind in _OBJECTS.items() for field in fields(kind)}
+
+
+def _taken(kind: type[Any], choices: dict[str, Any]) -> dict[str, Any]:
+    """The choices of one value object, taken out of `choices`."""
+    return {field.name: choices.pop(field.name) for field in fields(kind) if field.name in choices}
+
+
+def check_precision(compute: Compute) -> None:
     """PlanError where there is no such precision, or its gradients cannot be reduced so."""
-    check({"precision": precision})
-    legal = dict.fromkeys((MASTERS[precision], precision))
-    if reduce_dtype is not None and reduce_dtype not in legal:
-        raise PlanError(f"reduce_dtype={reduce_dtype!r} with precision={precision!r}: use {' or '.join(legal)}")
-
-
-def check_cut(sequence: int, padded_from: int | None, cp: int) -> None:
-    """PlanError where the ranks of cp cannot have equal parts of a sequence."""
-    if sequence % cp:
+    check({"precision": compute.precision})
+    legal = dict.fromkeys((MASTERS[compute.precision], compute.precision))
+    if compute.reduce_dtype is not None and compute.reduce_dtype not in legal:
         raise PlanError(
-            f"{asked_length(sequence, padded_from)} is not divisible by cp={cp}: "
-            f"use {lengths_that_work(sequence, padded_from, cp, 2 * cp)}, or another cp"
+            f"reduce_dtype={compute.reduce_dtype!r} with precision={compute.precision!r}: use {' or '.join(legal)}"
         )
 
 
-def asked_length(sequence: int, padded_from: int | None) -> str:
+def check_cut(batch: Batch, cp: int) -> None:
+    """PlanError where the ranks of cp cannot have equal parts of a sequence."""
+    if batch.sequence % cp:
+        raise PlanError(
+            f"{asked_length(batch)} is not divisible by cp={cp}: "
+            f"use {lengths_that_work(batch, cp, 2 * cp)}, or another cp"
+        )
+
+
+def asked_length(batch: Batch) -> str:
     """The length that a user gave, and what it is padded to: "sequence=1001 padded to 1004"."""
-    return f"sequence={sequence}" if padded_from is None else f"sequence={padded_from} padded to {sequence}"
+    return f"sequence={batch.tokens}{f' padded to {batch.sequence}' if batch.padded else ''}"
 
 
-def lengths_that_work(sequence: int, padded_from: int | None, multiple: int, pads: int) -> str:
+def lengths_that_work(batch: Batch, multiple: int, pads: int) -> str:
     """The legal lengths around one that is not, and the padding that makes one: "1,000 or 1,004, pad_to_multiple_of=8".
 
     Who pads already is told of a multiple alone: the padded length is none of the user's choosing.
     """
     padding = f"pad_to_multiple_of={pads}"
-    return f"{nearest_lengths(sequence, multiple)}, {padding}" if padded_from is None else padding
+    return padding if batch.padded else f"{nearest_lengths(batch.sequence, multiple)}, {padding}"
 
 
 def nearest_lengths(sequence: int, multiple: int) -> str:
@@ -251,14 +242,10 @@ def _read_solution(ranks: int, placements: Mapping[str, Mapping[str, str]], name
     return Solution(ranks, strategies, name)
 
 
-def sharding_text(zero: int, hsdp: int | None, offload: bool) -> str:
-    """3, 3 hsdp8, 3 hsdp8 offload."""
-    return f"{zero}{f' hsdp{hsdp}' if hsdp else ''}{' offload' if offload else ''}"
-
-
-def sharding_fault(mesh: Mesh, zero: int, hsdp: int | None, offload: bool) -> str:
+def sharding_fault(mesh: Mesh, sharding: Sharding) -> str:
     """Why what ZeRO shards cannot be grouped or offloaded so, with the way out; "" where it can."""
-    if offload and zero == 0:
+    zero, hsdp = sharding.zero, sharding.hsdp
+    if sharding.offload and zero == 0:
         return "offload with zero=0: whole masters and states of every rank would fill the host; use zero=1, 2 or 3"
     if hsdp is None:
         return ""

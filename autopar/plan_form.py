@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING
 from typing import Any
 
+from . import recompute
 from .errors import PlanError
-from .options import OPTIONS, is_whole, nearest, shown
-from .recompute import FORM, MOST_LAYERS, is_plain
+from .options import CHOICES, CHOSEN, OPTIONS, nearest, shown
+from .runtime.choices import AXES
 
-_AXES = {"pp", "dp", "tp"}  # cp may be left out
+_AXES = {*AXES} - {"cp"}  # cp may be left out
 
 
 def check_form(data: Any) -> None:
@@ -27,16 +29,27 @@ def check_form(data: Any) -> None:
             raise PlanError(f"{key}: {shown(data[key])} is not {form}{near}")
 
 
-def _stages(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_range, value))
+def to_plain(name: str, value: Any) -> Any:
+    """A choice as YAML and JSON can hold it."""
+    return _PLAIN[name][0](value) if name in _PLAIN else value
 
 
-def _is_range(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(is_whole(n) and 0 <= n <= MOST_LAYERS for n in value)
+def from_plain(name: str, value: Any) -> Any:
+    """The inverse of `to_plain`, of a value that `check_form` has let pass."""
+    return _PLAIN[name][1](value) if name in _PLAIN else value
+
+
+_PLAIN: Mapping[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "recompute": (recompute.to_plain, recompute.from_plain),
+    "stages": (
+        lambda stages: [list(stage) for stage in stages],
+        lambda stages: tuple((start, stop) for start, stop in stages),
+    ),
+}
 
 
 def _mesh(value: Any) -> bool:
-    if not isinstance(value, dict) or not _AXES <= set(value) <= _AXES | {"cp"}:
+    if not isinstance(value, dict) or not _AXES <= set(value) <= {*AXES}:
         return False
     return all(OPTIONS[axis].fits(size) for axis, size in value.items())
 
@@ -59,37 +72,23 @@ def _text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _option(name: str) -> tuple[Callable[[Any], bool], str]:
-    """As `parallelize` takes it."""
-    return OPTIONS[name].fits, OPTIONS[name].form
+def _choice(name: str) -> tuple[Callable[[Any], bool], str]:
+    """As the value object takes it."""
+    option = CHOSEN[name]
+    if CHOICES[name].default is not None:
+        return option.fits, option.form
+    return lambda value: value is None or option.fits(value), f"{option.form}, or null"
 
 
-_OPTIONAL = {
-    "layout", "loss_chunks", "compile", "reduce_dtype", "context", "context_placements", "hsdp", "offload",
-    "padded_from",
-}  # fmt: skip
+_RECOMPUTE = (
+    recompute.is_plain,
+    f"what to recompute of which layers, as {{0-11: mlp, 12: layer}}, or {{}} for none; words: {recompute.FORM}",
+)
+_OPTIONAL = {name for name, field in CHOICES.items() if field.default is not MISSING}
+_OPTIONAL |= {"layout", "context", "context_placements"}
 FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "mesh": (_mesh, "a whole number for each of pp, dp, cp and tp, as {pp: 1, dp: 2, cp: 1, tp: 4}"),
-    "global_batch": _option("global_batch"),
-    "micro_batch": _option("micro_batch"),
-    "sequence": _option("sequence"),
-    "padded_from": (OPTIONS["sequence"].fits, "a whole number of tokens of a sample, which is padded to `sequence`"),
-    "stages": (_stages, "a layer range [start, stop] for each stage, as [[0, 12], [12, 24]]"),
-    "schedule": _option("schedule"),
-    "zero": _option("zero"),
-    "hsdp": (
-        lambda value: value is None or OPTIONS["hsdp"].fits(value),
-        "a whole number of ranks that share out one copy, or null for all data ranks",
-    ),
-    "offload": _option("offload"),
-    "recompute": (
-        is_plain,
-        f"what to recompute of which layers, as {{0-11: mlp, 12: layer}}, or {{}} for none; words: {FORM}",
-    ),
-    "loss_chunks": _option("loss_chunks"),
-    "compile": _option("compile"),
-    "precision": _option("precision"),
-    "reduce_dtype": _option("reduce_dtype"),
+    **{name: _RECOMPUTE if name == "recompute" else _choice(name) for name in CHOICES if name not in AXES},
     "optimizer": (_optimizer, "a name, kwargs and perhaps groups, as {name: AdamW, kwargs: {lr: 0.001}, groups: []}"),
     "layout": (_text, "the name of a layout of tensor parallelism"),
     "placements": (_placements, "a strategy for each node of each block, as {Block: {ln_1: 'R, R, R -> R'}}, or {}"),

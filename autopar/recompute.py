@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import PlanError
+from .runtime.choices import choice as field_of
 
 LAYER = "layer"
 MOST_LAYERS = 100_000  # beyond any model; a range of layers is written out
@@ -49,6 +50,20 @@ class Again:
     @property
     def layers(self) -> range:
         return range(self.start, self.stop)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activations:
+    """What of forward is not kept for backward.
+
+    recompute: what backward computes again, by ranges of layers in ascending order. loss_chunks: slices of the
+    vocabulary in which head and loss are computed together, 1 for whole logits.
+    """
+
+    recompute: tuple[Again, ...] = field_of(
+        "recompute", "none, full, regions (attention core, mlp), groups of 2, layers a stage (2), or layers (0,1,5)"
+    )
+    loss_chunks: int = field_of("slices", "slices of the vocabulary for head and loss, 1 for none", default=1)
 
 
 def choice(text: str) -> str:

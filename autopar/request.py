@@ -16,6 +16,7 @@ from .errors import PlanError
 from .ir.identifiers import identifier
 from .options import OPTIMIZERS, check, nearest, read_memory, shown
 from .plan import Optimizer
+from .runtime.choices import Batch, Compute
 from .trace.asked import check_arguments, check_keywords, check_model
 from .trace.example_inputs import default_inputs, longest_sequence
 from .trace.huggingface import huggingface_of
@@ -31,22 +32,19 @@ OptimizerLike = str | type[torch.optim.Optimizer] | tuple[Any, Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Job:
-    """A checked request. `notes` are the defaults taken, to be said aloud."""
+    """A checked request; the search chooses the micro-batch. `notes` are the defaults taken, to be said aloud."""
 
     model: nn.Module
     factory: Callable[[], nn.Module] | None
     inputs: Mapping[str, Any]
     cluster: Cluster
-    global_batch: int
-    sequence: int
+    batch: Batch
+    compute: Compute
     budget_bytes: float | None
-    precision: str
     optimizer: Optimizer
     notes: tuple[str, ...]
     batch_norm: str = "refuse"
-    compile: bool = False
     loss: Loss | None = None  # which `model` has, and a model that `factory` builds has not
-    padded_from: int | None = None  # tokens of a sample, which is padded to `sequence`
 
     @property
     def name(self) -> str:
@@ -77,29 +75,28 @@ def make_job(
         "compile": compile, "pad_to_multiple_of": pad_to_multiple_of, "memory": memory,
     })  # fmt: skip
     cluster = read_cluster(gpus, gpu, notes)
-    precision = precision or default_precision(cluster)
     check_arguments(model, inputs, loss)
     factory = None if isinstance(model, nn.Module) else model
     module = model if isinstance(model, nn.Module) else build_on_meta(model)
     check_model(module)
     chosen_optimizer = read_optimizer(module, optimizer)
     tokens = _sequence(module, inputs, sequence, notes)
-    sequence = padded_length(tokens, pad_to_multiple_of)
+    if global_batch is None:
+        global_batch = default_batch(cluster)
+        notes.append(f"global_batch={global_batch} (8 a {cluster.unit})")
+    batch = batch_of(tokens, pad_to_multiple_of, global_batch)
     if inputs is None:
-        inputs = _default_inputs(module, sequence)
+        inputs = _default_inputs(module, batch.sequence)
     elif inputs.get("use_cache") and huggingface_of(module) is not None:
         inputs = {**inputs, "use_cache": False}  # of generation
     check_keywords(module, inputs, with_loss=loss is not None)
     if loss is not None:
         module = with_loss(module, loss, inputs)
-    if global_batch is None:
-        global_batch = default_batch(cluster)
-        notes.append(f"global_batch={global_batch} (8 a {cluster.unit})")
+    compute = Compute(precision=precision or default_precision(cluster), compile=compile)
     budget_bytes = None if memory is None else read_memory(memory)
     return Job(
-        module, factory, inputs, cluster, global_batch, sequence, budget_bytes, precision, chosen_optimizer,
-        tuple(notes), batch_norm, compile, loss, tokens if tokens < sequence else None,
-    )  # fmt: skip
+        module, factory, inputs, cluster, batch, compute, budget_bytes, chosen_optimizer, tuple(notes), batch_norm, loss
+    )
 
 
 def default_precision(cluster: Cluster) -> str:
@@ -145,13 +142,13 @@ def _sequence(model: nn.Module, inputs: Mapping[str, Any] | None, asked: int | N
     return known if asked is None else asked
 
 
-def padded_length(tokens: int, multiple: int | None) -> int:
-    """The next multiple of `multiple`, if given."""
-    if multiple is None:
-        return tokens
-    if tokens == 1:
+def batch_of(tokens: int, multiple: int | None, samples: int) -> Batch:
+    """Samples of so many tokens, each padded to the next multiple of `multiple`, if given."""
+    if multiple is not None and tokens == 1:
         raise PlanError("pad_to_multiple_of is for sequences, and these inputs have none: leave it out")
-    return -(-tokens // multiple) * multiple
+    sequence = tokens if multiple is None else -(-tokens // multiple) * multiple
+    padded_from = tokens if tokens < sequence else None
+    return Batch(global_batch=samples, micro_batch=1, sequence=sequence, padded_from=padded_from)
 
 
 def _default_inputs(model: nn.Module, sequence: int) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Literal, NamedTuple
 
-SCHEDULES = ("none", "gpipe", "1f1b", "interleaved", "zero-bubble")
+from .runtime.choices import SCHEDULES
+
 MULTI_STAGE = ("interleaved", "zero-bubble")  # a rank may have several stages
 
 

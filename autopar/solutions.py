@@ -55,7 +55,7 @@ Solutions = Mapping[Key, Placements]
 def with_placements(plan: Plan, solutions: Solutions) -> Plan:
     """A plan of the search, which has names of placements, with these."""
     found = solutions[Key.of(plan)]
-    return replace(plan, context=found.context, solution=found.solution)
+    return plan.changed(context=found.context, solution=found.solution)
 
 
 def solve_layouts(
@@ -101,14 +101,14 @@ class _Solver:
 
     def _context(self, cp: int, tp: int, layout: Layout) -> tuple[Solution, Program]:
         """One way of cutting sequences over cp, with the program that it leaves to a rank."""
-        values = {B: 1, S: self.job.sequence}
+        values = {B: 1, S: self.job.batch.sequence}
         if layout is not ULYSSES and _drops(self.program):
             raise InfeasibleError("attention dropout: its ranks would draw other masks than one device; set it to 0")
-        plan = sequence_only(self.program, cp, tp, self.job.sequence, layout.name, self.job.padded_from)
+        plan = sequence_only(self.program, cp, tp, self.job.batch, layout.name)
         prepared = with_heads(self.program, plan)
-        costs = TimeCosts(self.job.cluster.hardware, self.job.precision, cp, values, axis="cp")
+        costs = TimeCosts(self.job.cluster.hardware, self.job.compute.precision, cp, values, axis="cp")
         axis = context_axis(self.program, cp, values, layout.name, tp)
-        check_length(self.job.sequence, self.job.padded_from, cp, axis.parts > cp)
+        check_length(self.job.batch, cp, axis.parts > cp)
         key = (layout.name, tuple(axis.offers([heads]) for heads in _heads(prepared)), _names(prepared))
         if key not in self._solved:
             self._solved[key] = solve(prepared, axis, costs, layout)
@@ -120,17 +120,17 @@ class _Solver:
 
     def _cut(self, plan: Plan, found: Solution) -> tuple[Solution, Program]:
         solution = replace(found, ranks=plan.mesh.cp)
-        return solution, cut_sequence(self.program, replace(plan, context=solution))
+        return solution, cut_sequence(self.program, plan.changed(context=solution))
 
     def _over_tp(self, cp: int, tp: int, context: str, program: Program) -> list[tuple[str, Solution]]:
         """The solutions on tp, by the names of their layouts."""
         if tp == 1:
             return [("", replicated(program))]
-        values = {B: 1, S: self.job.sequence // cp}
-        costs = TimeCosts(self.job.cluster.hardware, self.job.precision, tp, values)
+        values = {B: 1, S: self.job.batch.sequence // cp}
+        costs = TimeCosts(self.job.cluster.hardware, self.job.compute.precision, tp, values)
         made: list[tuple[str, Solution]] = []
         for layout in self.layouts if cp == 1 else [layout for layout in self.layouts if layout is not FREE]:
-            key = (layout.name, tp, context, (self.job.sequence // cp) % tp, _names(program))
+            key = (layout.name, tp, context, (self.job.batch.sequence // cp) % tp, _names(program))
             try:
                 if key not in self._solved:
                     axis = Axis("tp", tp, sequence=layout.sequence, values=values)
@@ -160,10 +160,12 @@ def _names(program: Program) -> tuple[str, ...]:
 
 def models_of(job: Job, program: Program, solutions: Solutions, pins: Pins) -> list[ModelCosts]:
     """The costs of each solution; without those that divide so little that they are fewer ranks, and idle ones."""
-    whole = describe(program, replicated(program), {B: 1, S: job.sequence}).unsharded_flops
+    whole = describe(program, replicated(program), {B: 1, S: job.batch.sequence}).unsharded_flops
     models: list[ModelCosts] = []
     for key, placements in solutions.items():
-        costs = describe(placements.program, placements.solution, {B: 1, S: job.sequence // key.cp}, job.compile)
+        costs = describe(
+            placements.program, placements.solution, {B: 1, S: job.batch.sequence // key.cp}, job.compute.compile
+        )
         flops = whole.subs(S, key.cp * S)
         models.append(replace(costs, cp=key.cp, context=key.context, unsharded_flops=flops))
     divided = [m for m in models if m.tp == 1 or m.sharded_fraction >= _LEAST_SHARDED]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import ceil, log2
 
 from autopar.cost_models.hardware import Hardware
-from autopar.mesh import Mesh
+from autopar.runtime.choices import Mesh
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 

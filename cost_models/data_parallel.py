@@ -43,9 +43,9 @@ def _values_time_s(price: ModelPrice, shape: StageShape, setting: Setting) -> fl
 
 def _gradient_time(price: ModelPrice, shape: StageShape, setting: Setting) -> DataTime:
     sync_s = sum(block.sync_s * count for block, count, _ in stage_blocks(price, shape))
-    if setting.data_group.ranks == 1 and not setting.offload:
+    if setting.data_group.ranks == 1 and not setting.sharding.offload:
         sync = Overlap(sync_s)
-        return DataTime(each_backward=sync) if setting.zero >= 2 else DataTime(last_backward=sync)
+        return DataTime(each_backward=sync) if setting.sharding.zero >= 2 else DataTime(last_backward=sync)
     units, share = _units(price, shape, setting), setting.hardware.overlap
     forward = gathers([unit.forward_s for unit in units], [unit.gather_s for unit in units], share)
     units.reverse()
@@ -54,7 +54,7 @@ def _gradient_time(price: ModelPrice, shape: StageShape, setting: Setting) -> Da
     waited = Overlap()
     if not setting.states.reduces_behind_backward:
         waited, reduce_s = Overlap(sum(reduce_s)), [0.0] * len(units)
-    if setting.zero == 3:
+    if setting.sharding.zero == 3:
         # One stream carries this unit's reduction and the next one's gather; the first gather is exposed.
         gather_s = [unit.gather_s for unit in units]
         following = [*gather_s[1:], 0.0]
@@ -62,9 +62,9 @@ def _gradient_time(price: ModelPrice, shape: StageShape, setting: Setting) -> Da
         backward = reductions(backward_s, queue, share) + waited + Overlap(gather_s[0] + sync_s)
         return DataTime(each_forward=forward, each_backward=backward, last_backward=copies)
     backward = reductions(backward_s, reduce_s, share) + waited + Overlap(sync_s)
-    if setting.zero == 0:
+    if setting.sharding.zero == 0:
         return DataTime(last_backward=backward)
-    if setting.zero == 1:
+    if setting.sharding.zero == 1:
         return DataTime(first_forward=forward, last_backward=backward + copies)
     return DataTime(first_forward=forward, each_backward=backward, last_backward=copies)
 
@@ -84,8 +84,8 @@ def _units(price: ModelPrice, shape: StageShape, setting: Setting) -> list[_Unit
     """In the order they are gathered: what both ends read, what precedes the layers, a unit a layer, what follows."""
     states, hardware = setting.states, setting.hardware
     group, copies = setting.sharding_groups
-    reduction = "all_reduce" if setting.zero == 0 else "reduce_scatter"
-    host = hardware.host if setting.offload else None
+    reduction = "all_reduce" if setting.sharding.zero == 0 else "reduce_scatter"
+    host = hardware.host if setting.sharding.offload else None
 
     def unit(parameters: int, block: BlockPrice | None = None, again_s: float = 0.0, size: int = 1) -> _Unit:
         parameters *= size

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from autopar.cost_models.collectives import Group, axis_group, sharding_groups
 from autopar.cost_models.hardware import Hardware
 from autopar.cost_models.states import States
-from autopar.mesh import Mesh
 from autopar.plan import Optimizer, Plan
+from autopar.runtime.choices import Batch, Compute, Mesh, Sharding
 from autopar.schedules import Held, held
 
 
@@ -17,31 +17,32 @@ class Setting:
     """The choices of a plan and the machine."""
 
     mesh: Mesh
-    micro_batches: int
+    batch: Batch
     schedule: str
-    zero: int
-    precision: str
+    virtual_stages: int
+    sharding: Sharding
+    compute: Compute
     optimizer: Optimizer
     hardware: Hardware
-    reduce_dtype: str | None = None
-    hsdp: int | None = None
-    offload: bool = False
-    virtual_stages: int = 1
+
+    @property
+    def micro_batches(self) -> int:
+        """On each data-parallel rank."""
+        return self.batch.micro_batches(self.mesh.dp)
 
     @property
     def states(self) -> States:
         data = self.mesh.dp * self.mesh.cp
-        shards = self.hsdp or data
-        copies = data // shards
+        shards = self.sharding.hsdp or data
         return States(
-            self.zero,
+            self.sharding.zero,
             self.micro_batches,
             shards,
-            self.precision,
+            self.compute.precision,
             self.optimizer,
-            self.reduce_dtype,
-            copies,
-            self.offload,
+            self.compute.reduce_dtype,
+            data // shards,
+            self.sharding.offload,
         )
 
     @property
@@ -65,16 +66,7 @@ class Setting:
 
 def setting_of(plan: Plan, hardware: Hardware) -> Setting:
     """The plan's choices that its stages share."""
+    schedule, virtual_stages = plan.pipeline.schedule, plan.virtual_stages
     return Setting(
-        mesh=plan.mesh,
-        micro_batches=plan.accumulation,
-        schedule=plan.schedule,
-        zero=plan.zero,
-        precision=plan.precision,
-        optimizer=plan.optimizer,
-        hardware=hardware,
-        reduce_dtype=plan.reduce_dtype,
-        hsdp=plan.hsdp,
-        offload=plan.offload,
-        virtual_stages=plan.virtual_stages,
+        plan.mesh, plan.batch, schedule, virtual_stages, plan.sharding, plan.compute, plan.optimizer, hardware
     )

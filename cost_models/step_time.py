@@ -39,24 +39,24 @@ def estimate(model: ModelCosts, plan: Plan, cluster: Cluster) -> Estimate:
     """Predict a plan. `model` must be the costs of the plan's tp solution."""
     assert model.tp == plan.mesh.tp, f"costs for tp={model.tp} with a plan for tp={plan.mesh.tp}"
     hardware = cluster.hardware
-    price = price_model(model, [plan.micro_batch], plan.sequence, hardware, plan.precision)[0]
+    price = price_model(model, [plan.batch.micro_batch], plan.batch.sequence, hardware, plan.compute.precision)[0]
     return estimate_price(price, plan, hardware)
 
 
 def estimate_price(price: ModelPrice, plan: Plan, hardware: Hardware) -> Estimate:
     """`estimate`, for a model already priced at the plan's micro-batch."""
-    price = price.with_chunks(plan.loss_chunks)
+    price = price.with_chunks(plan.activations.loss_chunks)
     setting = setting_of(plan, hardware)
-    shapes = [stage_shape(price, start, stop, plan.recompute) for start, stop in plan.stages]
+    shapes = [stage_shape(price, start, stop, plan.activations.recompute) for start, stop in plan.pipeline.stages]
     times = [stage_time(price, shape, setting.in_halves) for shape in shapes]
     data = [data_time(price, shape, setting) for shape in shapes]
-    pipeline_s, bubble = pipeline_time(times, data, send_times(price, plan.stages, setting), setting)
+    pipeline_s, bubble = pipeline_time(times, data, send_times(price, plan.pipeline.stages, setting), setting)
     pp = plan.mesh.pp
     after = after_pipeline(price, [shapes[rank::pp] for rank in range(pp)], setting)
     step_s = pipeline_s + sum(term.time_s for term in after)
     stages = tuple(
         StageLedger(
-            plan.stages[rank::pp],
+            plan.pipeline.stages[rank::pp],
             recomputed(shapes[rank::pp]),
             time_terms(times[rank::pp], data[rank::pp], setting.micro_batches),
             rank_ledger(price, shapes[rank::pp], rank, setting),
@@ -64,13 +64,13 @@ def estimate_price(price: ModelPrice, plan: Plan, hardware: Hardware) -> Estimat
         )
         for rank in range(pp)
     )
-    tokens = plan.global_batch * plan.tokens
+    tokens = plan.batch.global_batch * plan.batch.tokens
     flops = 3 * price.unsharded_flops * plan.accumulation * plan.mesh.dp
     world = plan.mesh.world_size
     return Estimate(
         step_time_s=step_s,
         tokens_per_s_per_gpu=tokens / step_s / world,
-        mfu=flops / (step_s * world * hardware.peak(plan.precision)),
+        mfu=flops / (step_s * world * hardware.peak(plan.compute.precision)),
         peak_bytes=max(stage.peak_bytes for stage in stages),
         bubble=bubble,
         limited_by=limited_by(stages, setting.micro_batches, bubble * pipeline_s, after, step_s),

@@ -21,13 +21,13 @@ _OP_BY_OP_TRAFFIC = 3.0
 def after_pipeline(price: ModelPrice, ranks: Sequence[Sequence[StageShape]], setting: Setting) -> tuple[TimeTerm, ...]:
     """What every rank does once all stages have ended."""
     hardware, states, mesh = setting.hardware, setting.states, setting.mesh
-    shards = states.shards if setting.zero >= 1 else 1
+    shards = states.shards if setting.sharding.zero >= 1 else 1
     parameters = max(sum(stage_parameters(price, shape) for shape in shapes) for shapes in ranks)
     update_s = update_time_s(parameters, setting)
     world = Group(mesh.world_size, min(mesh.world_size, hardware.gpus_per_node))
     norm_s = collective_time_s("all_reduce", 8, world, hardware)
     terms = [TimeTerm("optimizer, gradient norm", update_s + norm_s)]
-    if setting.precision == "fp16":
+    if setting.compute.precision == "fp16":
         # Read and written once more. That a step overflows is seen by the norm: no all-reduce, no wait of its own.
         terms.append(
             TimeTerm("unscaling of gradients", parameters / shards * 2 * states.master_bytes / _states_rate(setting))
@@ -43,16 +43,16 @@ def update_time_s(parameters: float, setting: Setting) -> float:
     """Seconds in which a rank updates its part of `parameters` elements: of memory traffic, the host's with offload."""
     states = setting.states
     # Read the gradient twice (norm, update); read and write the weight and each state.
-    touched = 4 * states.master_bytes + 2 * optimizer_state_bytes(setting.optimizer, setting.precision)
+    touched = 4 * states.master_bytes + 2 * optimizer_state_bytes(setting.optimizer, setting.compute.precision)
     traffic = _FOREACH_TRAFFIC
-    if setting.offload and setting.hardware.host:
+    if setting.sharding.offload and setting.hardware.host:
         traffic = 1.0 if setting.optimizer.name in _FUSED_ON_CPU else _OP_BY_OP_TRAFFIC
-    return parameters / (states.shards if setting.zero >= 1 else 1) * touched * traffic / _states_rate(setting)
+    return parameters / (states.shards if setting.sharding.zero >= 1 else 1) * touched * traffic / _states_rate(setting)
 
 
 def _states_rate(setting: Setting) -> float:
     """Bytes/s of the memory where masters and states lie."""
     hardware = setting.hardware
-    if setting.offload and hardware.host:
+    if setting.sharding.offload and hardware.host:
         return hardware.host.memory_bytes_per_s
     return hardware.memory_bytes_per_s * hardware.memory_efficiency

@@ -26,9 +26,9 @@ class ChunkLoss:
 
     def apply(self, program: Program, plan: Plan | None) -> Program:
         assert plan is not None
-        if plan.loss_chunks == 1:
+        if plan.activations.loss_chunks == 1:
             return program
         block = program.blocks.get(EPILOGUE)
         if block is None or not find_heads(block):
-            raise PlanError(f"loss_chunks={plan.loss_chunks}: {why_no_head(block)}; use loss_chunks=1")
-        return replace(program, blocks={**program.blocks, EPILOGUE: with_chunks(block, plan.loss_chunks)})
+            raise PlanError(f"loss_chunks={plan.activations.loss_chunks}: {why_no_head(block)}; use loss_chunks=1")
+        return replace(program, blocks={**program.blocks, EPILOGUE: with_chunks(block, plan.activations.loss_chunks)})

@@ -17,6 +17,7 @@ from autopar.placement import Shard
 from autopar.plan import Plan, asked_length, lengths_that_work
 from autopar.rules.arguments import option
 from autopar.rules.attention import is_causal, is_zigzag
+from autopar.runtime.choices import Batch
 from autopar.runtime.tiles import Layout, hops
 
 aten = torch.ops.aten
@@ -46,8 +47,8 @@ class CutSequence:
         if program.opaque:
             names = ", ".join(program.opaque)
             raise PlanError(f"cp={ranks}: {names} is kept whole, so its gradients would count {ranks} times: use cp=1")
-        zigzag = is_zigzag(program, plan.context.name, ranks, plan.sequence)
-        check_length(plan.sequence, plan.padded_from, ranks, zigzag)
+        zigzag = is_zigzag(program, plan.context.name, ranks, plan.batch.sequence)
+        check_length(plan.batch, ranks, zigzag)
         program = program.copy_blocks()
         for block in program.blocks.values():
             if block.name == COUNT:  # it reads the whole of what the model is given
@@ -63,12 +64,12 @@ class CutSequence:
         return drop_unread(replace(program, inputs=inputs, zigzag=zigzag))  # masks, where a window says the same
 
 
-def check_length(sequence: int, padded_from: int | None, ranks: int, zigzag: bool) -> None:
-    """PlanError where a sequence, of so many tokens before it is padded, has in zigzag no equal chunks."""
-    if zigzag and sequence % (2 * ranks):
+def check_length(batch: Batch, ranks: int, zigzag: bool) -> None:
+    """PlanError where a sequence has in zigzag no equal chunks."""
+    if zigzag and batch.sequence % (2 * ranks):
         raise PlanError(
-            f"{asked_length(sequence, padded_from)} is not divisible by 2 × cp={ranks}, as causal attention needs "
-            f"for equal work on each rank: use {lengths_that_work(sequence, padded_from, 2 * ranks, 2 * ranks)}, "
+            f"{asked_length(batch)} is not divisible by 2 × cp={ranks}, as causal attention needs "
+            f"for equal work on each rank: use {lengths_that_work(batch, 2 * ranks, 2 * ranks)}, "
             "another cp or attention='ulysses'"
         )
 
@@ -106,13 +107,13 @@ def _cut_attention(node: fx.Node, plan: Plan, zigzag: bool) -> None:
     assert strategy is not None
     q, k = strategy.inputs[:2]
     causal, window = is_causal(node), info(node).window
-    if window is not None and window >= plan.sequence:  # it has all keys up to the row's own
+    if window is not None and window >= plan.batch.sequence:  # it has all keys up to the row's own
         window = None
     options = {"axis": "cp", "is_causal": causal, "zigzag": zigzag and causal, "scale": option(node, "scale")}
     if window is not None:
         options["window"] = window
     if q == k == Shard(2):
-        tokens = plan.sequence // ranks
+        tokens = plan.batch.sequence // ranks
         layout = Layout(ranks, tokens, tokens, causal, zigzag and causal, window)
         furthest = max(hops(layout, block) for block in range(ranks))
         node.target, node.kwargs = ring_attention, {**options, "ranks": ranks, "hops": furthest}

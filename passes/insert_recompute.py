@@ -33,18 +33,18 @@ class InsertRecompute:
 
     def apply(self, program: Program, plan: Plan | None) -> Program:
         assert plan is not None
-        if not plan.recompute:
+        if not plan.activations.recompute:
             return program
         layers = len(program.layer_calls)
-        unknown = [i for i in by_layer(plan.recompute) if not 0 <= i < layers]
+        unknown = [i for i in by_layer(plan.activations.recompute) if not 0 <= i < layers]
         if unknown:
             raise PlanError(f"recompute names layers {unknown}, but {program.name} has layers 0 to {layers - 1}")
-        for again in plan.recompute:
+        for again in plan.activations.recompute:
             _check_groups(program, again)
         program = program.copy_blocks()
-        wanted = _wanted(program, plan.recompute)
+        wanted = _wanted(program, plan.activations.recompute)
         regions = {name: _mark(program, program.blocks[name], names, plan) for name, names in wanted.items()}
-        return replace(program, recompute=plan.recompute, regions=regions)
+        return replace(program, recompute=plan.activations.recompute, regions=regions)
 
 
 def _wanted(program: Program, recompute: Sequence[Again]) -> dict[str, list[str]]:
@@ -67,7 +67,7 @@ def _mark(program: Program, block: Block, names: Sequence[str], plan: Plan) -> t
     chosen = [region for region in there if region.name in names]
     for region in sorted(chosen, key=lambda region: -len(region.ops)):  # the part of a sublayer after the whole
         _gather(block, region)
-    choices = by_layer(plan.recompute)
+    choices = by_layer(plan.activations.recompute)
     own = [choices.get(i, "") for i, call in enumerate(program.layer_calls) if call.block == block.name]
     return tuple(
         AgainRegion(

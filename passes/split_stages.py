@@ -26,14 +26,14 @@ class SplitStages:
     def apply(self, program: Program, plan: Plan | None) -> Program:
         assert plan is not None
         layers = len(program.layer_calls)
-        if wrong := _wrong(plan.stages, layers):
+        if wrong := _wrong(plan.pipeline.stages, layers):
             raise PlanError(
-                f"stages {[list(stage) for stage in plan.stages]} do not hold each of the {layers} layers of "
-                f"{program.name} exactly once, in order: {wrong}; give {len(plan.stages)} consecutive ranges "
+                f"stages {[list(stage) for stage in plan.pipeline.stages]} do not hold each of the {layers} layers of "
+                f"{program.name} exactly once, in order: {wrong}; give {len(plan.pipeline.stages)} consecutive ranges "
                 f"[start, stop] from 0 to {layers}"
             )
-        program = replace(program, stages=tuple(Stage(start, stop) for start, stop in plan.stages))
-        crossing = [_crossing(program, stage) for stage in range(len(plan.stages) - 1)]
+        program = replace(program, stages=tuple(Stage(start, stop) for start, stop in plan.pipeline.stages))
+        crossing = [_crossing(program, stage) for stage in range(len(plan.pipeline.stages) - 1)]
         bounds = zip(program.stages, [(), *crossing], [*crossing, ()], strict=True)
         stages = tuple(replace(stage, receives=before, sends=after) for stage, before, after in bounds)
         return replace(program, stages=stages)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from ..ir.custom import OPAQUE
 from ..ir.graph import COUNT, PROLOGUE, Call, Role, TensorInfo, arguments, info, node_inputs
 from ..ir.ops import is_collective
 from ..ir.unread import unread_buffers, unread_parameters
-from ..plan import Plan
+from ..runtime.choices import AXES
 from . import again, groups
 from .emission import Emission, tuple_text
 from .layer_runs import lists
@@ -24,27 +25,7 @@ _INDENT = "    "
 
 def constants(e: Emission, paths: bool) -> str:
     """The module-level constants; `paths`: with the layers' paths, where the code reads them."""
-    plan, mesh = e.plan, e.plan.mesh
-    settings = [
-        f"pp={mesh.pp}, dp={mesh.dp}, cp={mesh.cp}, tp={mesh.tp}",
-        f"global_batch={plan.global_batch}, micro_batch={plan.micro_batch}, sequence={plan.sequence}",
-        f"schedule={quoted(plan.schedule)}, {_sharding(plan)}, precision={quoted(plan.precision)}",
-        f"stages={tuple_text([str(stage) for stage in plan.stages], quote=False)}",
-        f"optimizer={quoted(plan.optimizer.name)}, optimizer_kwargs={literal(plan.optimizer.kwargs)}",
-    ]
-    settings += ["compile=True"] if plan.compile else []
-    if plan.reduce_dtype:
-        settings.append(f"reduce_dtype={quoted(plan.reduce_dtype)}")
-    settings += ["zigzag=True"] if e.program.zigzag else []
-    if e.program.padding:
-        rows = [literal((p.input, p.dim, p.value)) for p in e.program.padding]
-        settings.append(f"padded_from={plan.padded_from}, padding={tuple_text(rows, quote=False)}")
-    settings += _data_settings(e)
-    if e.predicted.step_s is not None:
-        settings.append(f"predicted_step_s={e.predicted.step_s:.6g}")
-    if e.predicted.flops_per_step and e.predicted.peak_flops:
-        settings.append(f"flops_per_step={e.predicted.flops_per_step:.6g}, peak_flops={e.predicted.peak_flops:.6g}")
-    lines = ["SETTINGS = Settings(", *(f"{_INDENT}{line}," for line in settings), ")"]
+    lines = ["SETTINGS = Settings(", *(f"{_INDENT}{line}," for line in _settings(e)), ")"]
     lines.append(f"LAYERS = {tuple_text(lists(e.program))}  # where the layers are; each is a unit of data parallelism")
     lines += _ends(e)
     if paths:
@@ -71,14 +52,39 @@ def constants(e: Emission, paths: bool) -> str:
     return "\n".join(lines)
 
 
-def _sharding(plan: Plan) -> str:
-    hsdp = f", hsdp={plan.hsdp}" if plan.hsdp else ""
-    return f"zero={plan.zero}{hsdp}{', offload=True' if plan.offload else ''}"
+def _settings(e: Emission) -> list[str]:
+    """The arguments of SETTINGS: each choice that has no default or is not the default one, then what else is known."""
+    plan = e.plan
+    compute = _written(plan.compute)
+    words = _written(plan.pipeline) | _written(plan.sharding) | {"precision": compute.pop("precision")}
+    stages, batch = words.pop("stages"), _written(plan.batch)
+    padded = {"padded_from": batch.pop("padded_from", None)}
+    lines: list[Mapping[str, Any]] = [
+        {axis: plan.mesh.size(axis) for axis in AXES}, batch, words, {"stages": stages},
+        {"optimizer": plan.optimizer.name, "optimizer_kwargs": plan.optimizer.kwargs},
+        *({name: value} for name, value in compute.items()),
+    ]  # fmt: skip
+    lines += [{"zigzag": True}] if e.program.zigzag else []
+    if e.program.padding:
+        lines.append(padded | {"padding": tuple((p.input, p.dim, p.value) for p in e.program.padding)})
+    settings = [", ".join(f"{name}={literal(value)}" for name, value in line.items()) for line in lines]
+    settings += _data_settings(e)
+    if e.predicted.step_s is not None:
+        settings.append(f"predicted_step_s={e.predicted.step_s:.6g}")
+    if e.predicted.flops_per_step and e.predicted.peak_flops:
+        settings.append(f"flops_per_step={e.predicted.flops_per_step:.6g}, peak_flops={e.predicted.peak_flops:.6g}")
+    return settings
+
+
+def _written(values: Any) -> dict[str, Any]:
+    """The choices of a value object that SETTINGS names."""
+    named = {field.name: (getattr(values, field.name), field.default) for field in fields(values)}
+    return {name: value for name, (value, default) in named.items() if value != default}
 
 
 def _ends(e: Emission) -> list[str]:
     """ENDS: the methods of Model with the modules whose parameters they read, for a plan that gathers parameters."""
-    if e.plan.zero == 0 and e.plan.precision in ("fp32", "fp64"):
+    if e.plan.sharding.zero == 0 and not e.plan.compute.half:
         return []
     rows = []
     for block in dict.fromkeys(call.block for call in e.program.calls if not call.path):

@@ -144,7 +144,7 @@ class Emission:
     def access(self, node: fx.Node) -> str:
         facts = info(node)
         path = attribute(facts.ref, "buffer" if facts.role is Role.BUFFER else "parameter")
-        cast = not facts.shape and self.plan.precision in ("bf16", "fp16")  # fully_shard casts all others
+        cast = not facts.shape and self.plan.compute.precision in ("bf16", "fp16")  # fully_shard casts all others
         if facts.role is Role.BUFFER or (self.plan.mesh.tp == 1 and not cast):
             return path
         function = "summed" if facts.placement.kind is Kind.GRAD_PARTIAL else "local"

@@ -47,21 +47,22 @@ def _on_cp(program: Program, plan: Plan) -> str:
 
 def plan_text(plan: Plan) -> str:
     """pp2·tp2 (megatron), zero 0, 4 × 2 samples by 1f1b, no recompute, bf16, AdamW."""
+    batch, schedule, compute = plan.batch, plan.pipeline.schedule, plan.compute
     names = [s.name for s in (plan.context, plan.solution) if s.ranks > 1 and s.name]
     layout = f" ({', '.join(names)})" if names else ""
-    schedule = f" by {plan.schedule}" if plan.schedule != "none" else ""
-    schedule += f" ({plan.virtual_stages} stages a rank)" if plan.virtual_stages > 1 else ""
-    again = summary(plan.recompute, plan.stages[-1][1])
+    by = f" by {schedule}" if schedule != "none" else ""
+    by += f" ({plan.virtual_stages} stages a rank)" if plan.virtual_stages > 1 else ""
+    again, chunks = summary(plan.activations.recompute, plan.pipeline.stages[-1][1]), plan.activations.loss_chunks
     return ", ".join(
         (
             f"{plan.mesh}{layout}",
-            f"zero {plan.sharding}",
-            f"micro-batch {plan.micro_batch} × {plan.accumulation}{schedule}",
-            *([f"{plan.padded_from:,} tokens padded to {plan.sequence:,}"] if plan.padded_from else []),
+            f"zero {plan.sharding.text()}",
+            f"micro-batch {batch.micro_batch} × {plan.accumulation}{by}",
+            *([f"{batch.tokens:,} tokens padded to {batch.sequence:,}"] if batch.padded else []),
             f"recompute {'all layers' if again == 'full' else again}",
-            *([f"loss in {plan.loss_chunks} slices"] if plan.loss_chunks > 1 else []),
-            plan.precision + (f" (gradients summed in {plan.reduce_dtype})" if plan.reduce_dtype else ""),
-            *(["compiled layers"] if plan.compile else []),
+            *([f"loss in {chunks} slices"] if chunks > 1 else []),
+            compute.precision + (f" (gradients summed in {compute.reduce_dtype})" if compute.reduce_dtype else ""),
+            *(["compiled layers"] if compute.compile else []),
             plan.optimizer.name,
         )
     )

@@ -12,16 +12,15 @@ from .sizes import divisors, listed
 
 def check(request: Request, cluster: Cluster, context: bool = False) -> None:
     """PlanError, with the arithmetic, where pins and cluster or batch cannot go together. context: cp may be free."""
-    pins, gpus, batch = request.pins, cluster.gpus, request.global_batch
-    check_precision(request.precision, pins.reduce_dtype)
-    if pins.cp is not None and request.sequence > 1:
-        check_cut(request.sequence, request.padded_from, pins.cp)
+    pins, gpus, batch = request.pins, cluster.gpus, request.batch.global_batch
+    check_precision(request.compute)
+    if pins.cp is not None and request.batch.sequence > 1:
+        check_cut(request.batch, pins.cp)
     if pins.attention is not None and pins.cp is None and not context:
         parts = next((f"pad_to_multiple_of={2 * c}, " for c in divisors(gpus) if c > 1), "")
         raise PlanError(
             f"attention={pins.attention!r} is for cp > 1, and none divides gpus={gpus} and "
-            f"{asked_length(request.sequence, request.padded_from)}: use {parts}another length or number of GPUs, or "
-            "leave it free"
+            f"{asked_length(request.batch)}: use {parts}another length or number of GPUs, or leave it free"
         )
     sizes = {name: getattr(pins, name) for name in ("pp", "dp", "cp", "tp") if getattr(pins, name) is not None}
     pinned = 1

@@ -40,32 +40,29 @@ def plan_table(result: SearchResult, model_name: str, parameters: int) -> str:
 
 def _loss_notes(result: SearchResult) -> list[str]:
     """Which rows compute their loss in slices of the vocabulary."""
-    slices = {number: candidate.plan.loss_chunks for number, candidate in enumerate(result.best, start=1)}
+    slices = {number: candidate.plan.activations.loss_chunks for number, candidate in enumerate(result.best, start=1)}
     return [f"#{number}: head and loss in {n} slices of the vocabulary" for number, n in slices.items() if n > 1]
 
 
 def _padding_notes(result: SearchResult) -> list[str]:
     """What counts pads and what does not."""
-    tokens, padded = result.request.padded_from, result.request.sequence
-    if tokens is None:
-        return []
-    return [
-        f"{tokens:,} tokens a sample, padded to {padded:,}: times, memory and MFU count all, tokens/s the {tokens:,}"
-    ]
+    batch = result.request.batch
+    counted = f"times, memory and MFU count all, tokens/s the {batch.tokens:,}"
+    return [f"{batch.tokens:,} tokens a sample, padded to {batch.sequence:,}: {counted}"] if batch.padded else []
 
 
 def header(result: SearchResult, model_name: str, parameters: int) -> str:
     """Model, machine, batch, precision, optimizer, budget."""
     request = result.request
-    length = f" × {request.padded_from or request.sequence:,}" if request.sequence > 1 else ""
-    padded = f", padded to {request.sequence:,}" if request.padded_from else ""
+    length = f" × {request.batch.tokens:,}" if request.batch.sequence > 1 else ""
+    padded = f", padded to {request.batch.sequence:,}" if request.batch.padded else ""
     return " · ".join(
         (
             model_name,
             f"{count_text(parameters)} parameters",
             str(result.cluster),
-            f"{request.global_batch:,}{length} {_unit(result)} a step{padded}",
-            precision_text(request.precision, request.pins.reduce_dtype),
+            f"{request.batch.global_batch:,}{length} {_unit(result)} a step{padded}",
+            precision_text(request.compute.precision, request.pins.reduce_dtype),
             request.optimizer.name,
             f"budget {gib(request.budget_bytes)} a {result.cluster.unit}",
         )
@@ -79,7 +76,7 @@ def precision_text(precision: str, reduce_dtype: str | None) -> str:
 
 def _unit(result: SearchResult) -> str:
     """What is counted: tokens, or samples of a model whose inputs have no sequence."""
-    return "tokens" if result.request.sequence > 1 else "samples"
+    return "tokens" if result.request.batch.sequence > 1 else "samples"
 
 
 def footer(result: SearchResult) -> str:
@@ -115,12 +112,12 @@ def _notes(plan: Plan) -> list[str]:
     notes = []
     if plan.mesh.tp > 1:
         notes.append("tp communication is exposed: a layer waits for its collectives, and nothing runs beside them")
-    if plan.compile:
+    if plan.compute.compile:
         notes.append("compiled layers: ops between two products, attentions or collectives are priced as one kernel;")
         notes.append("activations as without torch.compile, which keeps no more")
-    if plan.loss_chunks > 1:
+    if (chunks := plan.activations.loss_chunks) > 1:
         notes.append(
-            f"head and loss in {plan.loss_chunks} slices of the vocabulary: at most one of the logits is in memory, "
+            f"head and loss in {chunks} slices of the vocabulary: at most one of the logits is in memory, "
             "and backward computes each again"
         )
     return notes
@@ -149,22 +146,22 @@ def step_parts(candidate: Candidate) -> dict[str, float]:
 
 def describe(plan: Plan) -> str:
     """The choices of a plan in one phrase: pp2·dp8·tp4, zero 1, 1 × 64 1f1b, recompute none."""
-    schedule = f" {schedule_text(plan)}" if plan.schedule != "none" else ""
-    batches = f"{plan.micro_batch} × {plan.accumulation}{schedule}"
-    loss = f", loss in {plan.loss_chunks} slices" if plan.loss_chunks > 1 else ""
+    schedule = f" {schedule_text(plan)}" if plan.pipeline.schedule != "none" else ""
+    batches = f"{plan.batch.micro_batch} × {plan.accumulation}{schedule}"
+    loss = f", loss in {plan.activations.loss_chunks} slices" if plan.activations.loss_chunks > 1 else ""
     over_cp = f" ({plan.context.name})" if plan.mesh.cp > 1 else ""
-    return f"{plan.mesh}{over_cp}, zero {plan.sharding}, {batches}, recompute {recompute_text(plan)}{loss}"
+    return f"{plan.mesh}{over_cp}, zero {plan.sharding.text()}, {batches}, recompute {recompute_text(plan)}{loss}"
 
 
 def schedule_text(plan: Plan) -> str:
     """ "1f1b", "interleaved ×2" (stages a rank); "–" without a pipeline."""
-    name = plan.schedule if plan.schedule != "none" else "–"
+    name = plan.pipeline.schedule if plan.pipeline.schedule != "none" else "–"
     return f"{name} ×{plan.virtual_stages}" if plan.virtual_stages > 1 else name
 
 
 def recompute_text(plan: Plan) -> str:
     """As the column of the table has it."""
-    return summary(plan.recompute, plan.stages[-1][1])
+    return summary(plan.activations.recompute, plan.pipeline.stages[-1][1])
 
 
 def _row(number: int, candidate: Candidate, size_bytes: int) -> list[str]:
@@ -172,8 +169,8 @@ def _row(number: int, candidate: Candidate, size_bytes: int) -> list[str]:
     return [
         str(number),
         *(str(plan.mesh.size(axis)) for axis in ("pp", "dp", "cp", "tp")),
-        plan.sharding,
-        f"{plan.micro_batch} × {plan.accumulation}",
+        plan.sharding.text(),
+        f"{plan.batch.micro_batch} × {plan.accumulation}",
         schedule_text(plan),
         recompute_text(plan),
         duration(estimate.step_time_s),

@@ -45,11 +45,12 @@ def infeasible_text(cases: Sequence[Case], request: Request, hardware: Hardware)
     filled = ", ".join(f"{term.name} {gib(term.size_bytes)}" for term in largest)
     pinned = f" with {request.pins}" if str(request.pins) else ""
     ways = [f"more {unit_of(hardware.name, 2)}", "a larger memory budget"]
-    ways += ["a shorter sequence"] * (request.sequence > 1) + ["fewer pins"] * bool(pinned)
+    ways += ["a shorter sequence"] * (request.batch.sequence > 1) + ["fewer pins"] * bool(pinned)
     chunks_text = f", loss_chunks {case.price.loss_chunks}" if case.price.loss_chunks > 1 else ""
     return (
         f"no plan fits {gib(request.budget_bytes)} a {hardware.unit}{pinned}: the nearest ({choice.mesh}, "
-        f"zero {choice.sharding}, micro-batch {choice.micro_batch}, recompute {recompute_text}{chunks_text}) "
+        f"zero {choice.sharding.text()}, micro-batch {choice.batch.micro_batch}, "
+        f"recompute {recompute_text}{chunks_text}) "
         f"needs {gib(need_bytes)} on stage {stage}, {gib(need_bytes - request.budget_bytes)} too much. "
         f"Most of it: {filled}. "
         f"Use {', '.join(ways[:-1])} or {ways[-1]}"
@@ -64,7 +65,7 @@ def _leanest(cases: Sequence[Case], request: Request, hardware: Hardware) -> lis
         placements = case.price.model.context, case.price.model.solution
         kind = (choice.mesh, choice.schedule, choice.virtual_stages, choice.sharding, placements)
         groups.setdefault(kind, []).append(case)
-    picked = [pick(g, key=lambda case: case.choice.micro_batch) for g in groups.values() for pick in (min, max)]
+    picked = [pick(g, key=lambda case: case.choice.batch.micro_batch) for g in groups.values() for pick in (min, max)]
     picked = [replace(case, price=smallest_logits(case.price, request)) for case in picked]
     bounds = [StageCosts(case.choice, case.price, request, hardware).average_bytes() for case in picked]
     return sorted(zip(bounds, picked, strict=True), key=lambda pair: pair[0])
@@ -102,6 +103,6 @@ def _host_text(case: Case, request: Request, hardware: Hardware) -> str:
     need_bytes = max(total_bytes(rank_host_ledger(case.price, shapes[rank::pp], rank, setting)) for rank in range(pp))
     return (
         f"no plan fits the memory of the hosts with {request.pins}: the nearest ({case.choice.mesh}, zero "
-        f"{case.choice.sharding}) keeps {gib(need_bytes)} a GPU there, and a GPU's share of its node is "
+        f"{case.choice.sharding.text()}) keeps {gib(need_bytes)} a GPU there, and a GPU's share of its node is "
         f"{gib(host_room_bytes(hardware))}. Use more GPUs, larger groups of hsdp, or offload=False"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from ..cost_models.hardware import Cluster
 from ..cost_models.layer_costs import ModelCosts
@@ -13,8 +12,9 @@ from ..ir.lengths import check_multiple
 from ..ir.units import read_elsewhere
 from ..options import check
 from ..plan import asked_length
-from ..request import Job, default_batch, default_precision, padded_length, read_cluster
+from ..request import Job, batch_of, default_batch, default_precision, read_cluster
 from ..rules.data_axis import data_types
+from ..runtime.choices import Compute
 from .layouts import position_rows, why_not
 from .pins import Pins, Request
 from .search import SearchResult, search
@@ -45,12 +45,10 @@ def check_choices(
         "precision": precision, "compile": compile,
     })  # fmt: skip
     cluster = read_cluster(gpus, gpu, [])
-    length = 1 if sequence is None else padded_length(sequence, pad_to_multiple_of)
-    request = Request(
-        global_batch or default_batch(cluster), length, 0.0, precision or default_precision(cluster), pins=pins,
-        compile=bool(compile), padded_from=sequence if sequence != length else None,
-    )  # fmt: skip
-    check_space(request, cluster)
+    multiple = None if sequence is None else pad_to_multiple_of  # nothing is known of the length of the inputs
+    batch = batch_of(sequence or 1, multiple, global_batch or default_batch(cluster))
+    compute = Compute(precision=precision or default_precision(cluster), compile=bool(compile))
+    check_space(Request(batch, compute, 0.0, pins=pins), cluster)
 
 
 def check_layers(program: Program, job: Job, pins: Pins) -> None:
@@ -76,13 +74,10 @@ def search_job(
     if elsewhere := next(read_elsewhere(program), None):
         name, layer, _ = elsewhere
         illegal = {**illegal, "zero=3 and pp > 1": f"{name} is read outside its layer, {layer.path}"}
-        forbidden = {"zero": [3], "pp": range(2, job.cluster.gpus + 1)}
-        pins = replace(pins, forbid={k: {*pins.forbid.get(k, ()), *v} for k, v in {**pins.forbid, **forbidden}.items()})
-    return search(
-        models, job.cluster, global_batch=job.global_batch, sequence=job.sequence, budget_bytes=job.budget_bytes,
-        precision=job.precision, optimizer=job.optimizer, pins=pins, illegal=illegal,
-        coupling=data_types(program).coupling, compiled=job.compile, padded_from=job.padded_from,
-    )  # fmt: skip
+        pins = pins.also_forbidding({"zero": [3], "pp": range(2, job.cluster.gpus + 1)})
+    budget = job.cluster.hardware.memory_bytes if job.budget_bytes is None else job.budget_bytes
+    request = Request(job.batch, job.compute, budget, job.optimizer, pins, data_types(program).coupling)
+    return search(models, job.cluster, request, illegal)
 
 
 def tp_sizes(job: Job, pins: Pins) -> list[int]:
@@ -97,15 +92,15 @@ def cp_sizes(program: Program, job: Job, pins: Pins) -> list[int]:
     if fixed := program.fixed_length:
         fixed.check_uncut(f"attention={pins.attention!r}" if pins.attention else f"cp={pins.cp}", _asked_cp(pins))
         return [1]
-    if job.sequence == 1 and (ranks := _asked_cp(pins)) > 1:
+    if job.batch.sequence == 1 and (ranks := _asked_cp(pins)) > 1:
         raise PlanError(f"cp={ranks}: the inputs of {job.name} have no sequence to cut: leave cp and attention free")
     if pins.cp is not None:
         return [pins.cp]
-    sizes = [c for c in divisors(job.cluster.gpus) if job.sequence % (c * program.sequence_multiple) == 0]
+    sizes = [c for c in divisors(job.cluster.gpus) if job.batch.sequence % (c * program.sequence_multiple) == 0]
     if pins.attention is not None:
         return [c for c in sizes if c > 1]
-    wanted = job.sequence >= _WORTH_CUTTING or job.global_batch < job.cluster.gpus
-    return [c for c in sizes if c == 1 or wanted and job.sequence // c >= _SHORTEST_PART]
+    wanted = job.batch.sequence >= _WORTH_CUTTING or job.batch.global_batch < job.cluster.gpus
+    return [c for c in sizes if c == 1 or wanted and job.batch.sequence // c >= _SHORTEST_PART]
 
 
 def _asked_cp(pins: Pins) -> int:
@@ -115,15 +110,15 @@ def _asked_cp(pins: Pins) -> int:
 
 def illegal_sizes(program: Program, job: Job, pins: Pins) -> dict[str, str]:
     """Why some tp sizes cannot be; PlanError where the pinned one cannot, or the sequence is too long."""
-    values = {B: 1, S: job.sequence}
+    values = {B: 1, S: job.batch.sequence}
     low, high = program.sequence_range
-    tokens, asked = job.padded_from or job.sequence, asked_length(job.sequence, job.padded_from)
+    tokens, asked = job.batch.tokens, asked_length(job.batch)
     if program.fixed_length:
-        program.fixed_length.check(asked, job.sequence)
-    check_multiple(program.sequence_multiple, asked, tokens, job.sequence)
-    if tokens < low or job.sequence > high:
+        program.fixed_length.check(asked, job.batch.sequence)
+    check_multiple(program.sequence_multiple, asked, tokens, job.batch.sequence)
+    if tokens < low or job.batch.sequence > high:
         raise PlanError(f"{asked}: the model's forward allows {low} to {high} (a branch on the length)")
-    if (rows := position_rows(program)) is not None and rows < job.sequence:
+    if (rows := position_rows(program)) is not None and rows < job.batch.sequence:
         raise PlanError(f"{asked}: the model's table of positions has {rows} rows; use at most {rows}")
     reasons = {tp: why_not(program, tp, values) for tp in tp_sizes(job, pins) if tp > 1}
     if pins.tp is not None and reasons.get(pins.tp):

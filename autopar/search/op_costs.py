@@ -17,10 +17,10 @@ from ..cost_models.hardware import Hardware
 from ..cost_models.layer_costs import Transfer
 from ..cost_models.transfers import conversion_transfers, op_transfers, parameter_transfers
 from ..ir.graph import B, NodeInfo, S, info
-from ..mesh import Mesh
 from ..placement import Placement, Strategy
 from ..rules import rule_of
 from ..rules.saved import tensor_bytes
+from ..runtime.choices import Mesh
 
 _LAUNCH_S = 5e-6  # one eager kernel
 _STATE_BYTES = 16  # a parameter with its gradient and Adam states (COST_MODEL 2.4)

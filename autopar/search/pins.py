@@ -3,52 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, TypeVar
 
 from autopar.errors import PlanError
-from autopar.options import OPTIONS, PINS, check, check_names, shown
+from autopar.options import CHOICES, PINS, check, check_names, shown
 from autopar.plan import Optimizer
-from autopar.recompute import Again, choice, whole_layers
+from autopar.recompute import Activations, Again, choice, whole_layers
 from autopar.rules.coupling import Coupling
+from autopar.runtime.choices import Batch, Compute, Sharding
 
 _NOT_FORBIDDEN = ("recompute", "reduce_dtype", "sequence_parallel")
 
 Recompute = str | int | tuple[int, ...] | tuple[Again, ...]
+Values = TypeVar("Values", bound=Any)
 
 
-@dataclass(frozen=True)
 class Pins:
-    """Choices fixed by the user; None leaves one free.
+    """Choices fixed by the user, by the names of `PINS` in `options.py`; one that is left free is None.
 
-    attention: the layout of cp, "ring", "ulysses" or "all_gather".
-    recompute: "none", "full" (each layer whole), regions ("attention core, mlp"), "groups of 2", the number of layers
-    in each stage, or the layer indices. loss_chunks: slices of the vocabulary in which head and loss are computed,
-    1 for whole logits. reduce_dtype is not searched: gradients are summed in the dtype of the master weights, unless
-    it says otherwise.
+    forbid: values that are not to be chosen, by the same names.
     """
 
-    pp: int | None = None
-    dp: int | None = None
-    cp: int | None = None
-    tp: int | None = None
-    zero: int | None = None
-    hsdp: int | None = None
-    offload: bool | None = None
-    micro_batch: int | None = None
-    schedule: str | None = None
-    virtual_stages: int | None = None
-    recompute: Recompute | None = None
-    loss_chunks: int | None = None
-    reduce_dtype: str | None = None
-    attention: str | None = None
-    forbid: Mapping[str, Collection[Any]] = field(default_factory=dict)  # by the names above
-
-    def __post_init__(self) -> None:
-        check({f.name: getattr(self, f.name) for f in fields(self) if f.name != "forbid"})
+    def __init__(self, forbid: Mapping[str, Collection[Any]] | None = None, **fixed: Any) -> None:
+        check_names(fixed, PINS, "no such pin; there are")
+        check(fixed)
+        self.forbid = {} if forbid is None else forbid
         _check_forbidden(self.forbid)
-        if isinstance(self.recompute, str) and self.recompute not in ("none", "full"):
-            object.__setattr__(self, "recompute", choice(self.recompute))
+        words = fixed.get("recompute")
+        if isinstance(words, str) and words not in ("none", "full"):
+            fixed["recompute"] = choice(words)
+        self._fixed = {name: fixed[name] for name in PINS if fixed.get(name) is not None}
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in PINS:
+            raise AttributeError(name)
+        return self._fixed.get(name)
 
     def allows(self, name: str, value: Any) -> bool:
         """Neither pinned to something else nor forbidden."""
@@ -60,15 +51,25 @@ class Pins:
         """What is recomputed where the pin names layers; None where it does not."""
         if not isinstance(self.recompute, tuple):
             return None
-        given = self.recompute
+        given: tuple[Any, ...] = self.recompute
         plain = whole_layers(sorted(layer for layer in given if isinstance(layer, int)))
         return plain or tuple(again for again in given if isinstance(again, Again))
 
+    def applied(self, values: Values) -> Values:
+        """A value object of the plan with what is fixed of it; layers to recompute, which a pin may name otherwise, as
+        they are."""
+        fixed = {f.name: self._fixed[f.name] for f in fields(values) if f.name in self._fixed}
+        fixed = {name: value for name, value in fixed.items() if CHOICES[name].metadata["legal"] != "recompute"}
+        return replace(values, **fixed)
+
+    def also_forbidding(self, forbid: Mapping[str, Collection[Any]]) -> Pins:
+        """The same pins with more that is forbidden."""
+        both = {name: {*self.forbid.get(name, ()), *forbid.get(name, ())} for name in {**self.forbid, **forbid}}
+        return Pins(both, **self._fixed)
+
     def __str__(self) -> str:
-        pinned = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if f.name != "forbid"]
-        pinned = [text for text in pinned if not text.endswith("=None")]
-        forbidden = [f"no {name}={value}" for name, values in self.forbid.items() for value in values]
-        return ", ".join(pinned + forbidden)
+        pinned = [f"{name}={value}" for name, value in self._fixed.items()]
+        return ", ".join(pinned + [f"no {name}={value}" for name, values in self.forbid.items() for value in values])
 
 
 def _check_forbidden(forbid: Any) -> None:
@@ -82,20 +83,34 @@ def _check_forbidden(forbid: Any) -> None:
         if isinstance(values, str) or not isinstance(values, Collection):
             raise PlanError(f"forbid={{{name!r}: {shown(values)}}}: use a list of values, as {{{name!r}: [...]}}")
         for value in values:
-            if fault := OPTIONS[name].fault(name, value):
+            if fault := PINS[name].fault(name, value):
                 raise PlanError(f"forbid: {fault}")
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be trained: samples a step, tokens a sample, bytes a GPU may use; whether samples are coupled."""
+    """What is to be trained, and in how many bytes a GPU; `batch` leaves its micro-batch to the search.
 
-    global_batch: int
-    sequence: int
+    coupling: whether the model couples samples.
+    """
+
+    batch: Batch
+    compute: Compute
     budget_bytes: float
-    precision: str = "bf16"
     optimizer: Optimizer = Optimizer()
     pins: Pins = Pins()
     coupling: Coupling | None = None
-    compile: bool = False
-    padded_from: int | None = None  # tokens of a sample, where it is padded to `sequence`
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "compute"):
+            object.__setattr__(self, name, self.pins.applied(getattr(self, name)))
+
+    @cached_property
+    def sharding(self) -> Sharding:
+        """What the pins fix of it; the search chooses the rest."""
+        return self.pins.applied(Sharding(zero=0))
+
+    @cached_property
+    def activations(self) -> Activations:
+        """Likewise."""
+        return self.pins.applied(Activations(recompute=()))

@@ -18,17 +18,17 @@ from autopar.cost_models.layer_costs import ModelCosts
 from autopar.cost_models.step_time import Estimate, estimate_price
 from autopar.cost_models.update import update_time_s
 from autopar.errors import InfeasibleError
-from autopar.mesh import Mesh
-from autopar.plan import Optimizer, Plan, Solution
+from autopar.plan import Plan, Solution
 from autopar.progress import progress
 from autopar.recompute import Again
 from autopar.rules.coupling import Coupling
+from autopar.runtime.choices import Mesh, Pipeline
 
 from .boundaries import Ranges
 from .bounds import bound_s, bubble_s
 from .infeasible import Case, infeasible_text
 from .loss_chunks import LossPrices, chunkable, loss_prices
-from .pins import Pins, Request
+from .pins import Request
 from .space import Choice, enumerate_space
 from .stages import Known, StageCosts, setting_for
 from .virtual import split_virtual
@@ -73,31 +73,16 @@ class SearchResult:
 def search(
     models: Sequence[ModelCosts],
     cluster: Cluster,
-    *,
-    global_batch: int,
-    sequence: int,
-    budget_bytes: float | None = None,
-    precision: str = "bf16",
-    optimizer: Optimizer | None = None,
-    pins: Pins | None = None,
+    request: Request,
     illegal: Mapping[str, str] | None = None,
-    coupling: Coupling | None = None,
-    compiled: bool = False,
-    padded_from: int | None = None,
     keep: int = 5,
 ) -> SearchResult:
-    """The fastest plans under the budget (default: the GPU's usable memory), one a mesh, `keep` in all.
+    """The fastest plans under the budget, one a mesh, `keep` in all.
 
-    models: costs of each solution, of compiled layers if `compiled`; illegal: why other sizes have none, "tp=3" → why.
-    coupling: what the model forbids on the data axes. global_batch counts samples, sequence tokens; padded_from:
-    those of a sample before it is padded.
-    PlanError for a request that is no plan, InfeasibleError if none fits.
+    models: costs of each solution, of compiled layers if the request compiles them; illegal: why other sizes have
+    none, "tp=3" → why. PlanError for a request that is no plan, InfeasibleError if none fits.
     """
-    started, hardware, chosen = time.perf_counter(), cluster.hardware, optimizer or Optimizer()
-    budget = hardware.memory_bytes if budget_bytes is None else budget_bytes
-    request = Request(
-        global_batch, sequence, budget, precision, chosen, pins or Pins(), coupling, compiled, padded_from
-    )
+    started, hardware = time.perf_counter(), cluster.hardware
     models = chunkable(models, request.pins)
     layers = max(1, len(models[0].layers))
     space = enumerate_space(request, cluster, layers, {(model.cp, model.tp) for model in models}, illegal or {})
@@ -117,7 +102,7 @@ def search(
         pruned=pruned,
         not_priced=not_priced,
         not_legal=space.not_legal,
-        notes=_notes(best, cluster, coupling),
+        notes=_notes(best, cluster, request.coupling),
         elapsed_s=time.perf_counter() - started,
     )
 
@@ -132,8 +117,9 @@ def _rank(cases: Iterable[Case], ranking: _Ranking, request: Request, hardware: 
         if case.bound_s >= limit_s:
             pruned += 1
             continue
-        kept = replace(case.choice, offload=False), case.price.model.context, case.price.model.solution
-        if case.choice.offload and kept in roomy:
+        loaded = replace(case.choice, sharding=replace(case.choice.sharding, offload=False))
+        kept = loaded, case.price.model.context, case.price.model.solution
+        if case.choice.sharding.offload and kept in roomy:
             pruned += 1
             continue
         if solved >= _MOST_SOLVED and ranking.best:
@@ -146,7 +132,7 @@ def _rank(cases: Iterable[Case], ranking: _Ranking, request: Request, hardware: 
         do_not_fit += not may_fit
         if candidate is not None:
             ranking.add(candidate)
-            if not candidate.plan.recompute and candidate.plan.loss_chunks == 1:
+            if not candidate.plan.activations.recompute and candidate.plan.activations.loss_chunks == 1:
                 roomy.add(kept)
     return do_not_fit, pruned, not_priced
 
@@ -160,14 +146,18 @@ def _cases(
     """Every choice with every solution, by ascending lower bound; among equals the earlier choice first."""
     sizes: dict[tuple[int, int], set[int]] = {}
     for choice in choices:
-        sizes.setdefault((choice.mesh.cp, choice.mesh.tp), set()).add(choice.micro_batch)
+        sizes.setdefault((choice.mesh.cp, choice.mesh.tp), set()).add(choice.batch.micro_batch)
     prices: dict[tuple[int, int], list[dict[int, ModelPrice]]] = {at: [] for at in sizes}
     for model in models:
         if (at := (model.cp, model.tp)) in sizes:
-            found = price_model(model, sorted(sizes[at]), request.sequence, hardware, request.precision)
+            found = price_model(model, sorted(sizes[at]), request.batch.sequence, hardware, request.compute.precision)
             prices[at].append({price.micro_batch: price for price in found})
     cases = [
-        Case(_bound_s(choice, solution[choice.micro_batch], request, hardware), choice, solution[choice.micro_batch])
+        Case(
+            _bound_s(choice, solution[choice.batch.micro_batch], request, hardware),
+            choice,
+            solution[choice.batch.micro_batch],
+        )
         for choice in choices
         for solution in prices[choice.mesh.cp, choice.mesh.tp]
     ]
@@ -198,7 +188,7 @@ def _solve(
         may_fit |= fits
         if found is not None:
             best, limit_s = found, found.estimate.step_time_s
-            if not found.plan.recompute:
+            if not found.plan.activations.recompute:
                 break
     return best, may_fit
 
@@ -238,22 +228,13 @@ def _plan(case: Case, request: Request, ranges: Ranges, recompute: tuple[Again, 
     choice = case.choice
     return Plan(
         mesh=choice.mesh,
-        global_batch=request.global_batch,
-        micro_batch=choice.micro_batch,
-        sequence=request.sequence,
-        padded_from=request.padded_from,
-        stages=ranges,
-        schedule=choice.schedule,
-        zero=choice.zero,
-        hsdp=choice.hsdp,
-        offload=choice.offload,
-        recompute=recompute,
-        precision=request.precision,
+        batch=choice.batch,
+        pipeline=request.pins.applied(Pipeline(stages=ranges, schedule=choice.schedule)),
+        sharding=choice.sharding,
+        activations=replace(request.activations, recompute=recompute, loss_chunks=case.price.loss_chunks),
+        compute=request.compute,
         optimizer=request.optimizer,
-        loss_chunks=case.price.loss_chunks,
-        compile=request.compile,
         solution=Solution(choice.mesh.tp, {}, case.price.model.solution),
-        reduce_dtype=request.pins.reduce_dtype,
         context=Solution(choice.mesh.cp, {}, case.price.model.context),
     )
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from autopar.cost_models.hardware import Cluster
 from autopar.errors import PlanError
-from autopar.mesh import AXES, Mesh
-from autopar.plan import sharding_text
 from autopar.recompute import MOST_LAYERS
+from autopar.runtime.choices import AXES, Batch, Mesh, Sharding
 from autopar.schedules import why_not_split
 
 from .contradictions import check
-from .pins import Pins, Request
+from .pins import Request
 from .schedules import recomputes, schedule_reasons, schedules
 from .sizes import divisors, listed
 
@@ -27,17 +26,15 @@ class Choice:
     """One point of the space, before layers are spread over stages."""
 
     mesh: Mesh
-    micro_batch: int
-    micro_batches: int
+    batch: Batch
     schedule: str
-    zero: int
-    hsdp: int | None = None
-    offload: bool = False
+    sharding: Sharding
     virtual_stages: int = 1
 
     @property
-    def sharding(self) -> str:
-        return sharding_text(self.zero, self.hsdp, self.offload)
+    def micro_batches(self) -> int:
+        """On each data-parallel rank."""
+        return self.batch.micro_batches(self.mesh.dp)
 
 
 @dataclass(frozen=True)
@@ -72,7 +69,11 @@ def check_space(request: Request, cluster: Cluster) -> None:
     not show is left to the search.
     """
     sizes, pins = divisors(cluster.gpus), request.pins
-    cps = [cp for cp in sizes if request.sequence == 1 or request.sequence % cp == 0] if pins.cp is None else [pins.cp]
+    cps = (
+        [cp for cp in sizes if request.batch.sequence == 1 or request.batch.sequence % cp == 0]
+        if pins.cp is None
+        else [pins.cp]
+    )
     check(request, cluster, context=max(cps) > 1)
     tps = [tp for tp in sizes if pins.allows("tp", tp)][:1]  # a larger one only takes more of the cluster
     solved = list(product(cps, tps))
@@ -85,7 +86,7 @@ def check_space(request: Request, cluster: Cluster) -> None:
 def _no_plan(request: Request, machine: str, reasons: Collection[str]) -> str:
     pinned = f" with {request.pins}" if str(request.pins) else ""
     return (
-        f"no legal plan for {machine} and global_batch={request.global_batch}{pinned}: "
+        f"no legal plan for {machine} and global_batch={request.batch.global_batch}{pinned}: "
         f"{'; '.join(reasons) or 'the pins contradict each other'}. Free a pin, or change gpus or global_batch"
         f"{f'. {request.coupling.detail}' if request.coupling else ''}"
     )
@@ -93,7 +94,7 @@ def _no_plan(request: Request, machine: str, reasons: Collection[str]) -> str:
 
 def _meshes(request: Request, gpus: int, layers: int, solved: Collection[tuple[int, int]]) -> Iterator[Mesh]:
     alone = request.coupling is not None and not request.coupling.replicas
-    replicas = [1] if alone else divisors(request.global_batch)
+    replicas = [1] if alone else divisors(request.batch.global_batch)
     pinned = request.pins.pp
     for cp, tp in sorted(solved):
         pps = range(1, min(layers, gpus // (cp * tp)) + 1)
@@ -107,24 +108,23 @@ def _meshes(request: Request, gpus: int, layers: int, solved: Collection[tuple[i
 
 
 def _choices(mesh: Mesh, request: Request, layers: int, per_node: int) -> Iterator[Choice]:
-    pins = request.pins
-    samples = request.global_batch // mesh.dp
+    pins, recompute, compiled = request.pins, recomputes(request.pins), request.compute.compile
+    samples = request.batch.global_batch // mesh.dp
     for micro_batch in divisors(samples) if request.coupling is None else [samples]:
         if not pins.allows("micro_batch", micro_batch):
             continue
-        m = samples // micro_batch
+        m, batch = samples // micro_batch, replace(request.batch, micro_batch=micro_batch)
         for (schedule, v), sharding in product(
-            schedules(mesh.pp, m, layers, pins), _shardings(mesh, m, pins, per_node)
+            schedules(mesh.pp, m, layers, pins), _shardings(mesh, m, request, per_node)
         ):
-            if not why_not_split(schedule, sharding[0], recomputes(pins), request.compile):
-                yield Choice(mesh, micro_batch, m, schedule, *sharding, v)
+            if not why_not_split(schedule, sharding.zero, recompute, compiled):
+                yield Choice(mesh, batch, schedule, sharding, v)
 
 
-def _shardings(mesh: Mesh, micro_batches: int, pins: Pins, per_node: int) -> list[tuple[int, int | None, bool]]:
-    """ZeRO stage, ranks of a group, offload."""
-    data = mesh.dp * mesh.cp
+def _shardings(mesh: Mesh, micro_batches: int, request: Request, per_node: int) -> list[Sharding]:
+    data, pins = mesh.dp * mesh.cp, request.pins
     return [
-        (zero, hsdp, offload)
+        replace(request.sharding, zero=zero, hsdp=hsdp, offload=offload)
         for offload in (False, True)
         for zero in _zeros(data, micro_batches, pins.zero, offload)
         for hsdp in _groups(zero, data, per_node // mesh.tp, pins.hsdp)
@@ -160,7 +160,7 @@ def _reasons(
     request: Request, cluster: Cluster, layers: int, solved: Collection[tuple[int, int]], illegal: Mapping[str, str]
 ) -> list[str]:
     """Why sizes that divide the cluster are left out."""
-    pins, batch = request.pins, request.global_batch
+    pins, batch = request.pins, request.batch.global_batch
     reasons = [f"{size} ({why})" for size, why in sorted(illegal.items())]
     if request.coupling:
         more = "several micro-batches" if request.coupling.replicas else "dp > 1 and several micro-batches"

@@ -140,7 +140,7 @@ class StageCosts:
         return RankCost(time_s if time_s <= self.limit_s else inf, size_bytes, chosen)
 
     def _host_holds(self, rank: int, shapes: Shapes) -> bool:
-        if not self.setting.offload:
+        if not self.setting.sharding.offload:
             return True
         kept = rank_host_ledger(self.price, shapes, rank, self.setting)
         return total_bytes(kept) <= host_room_bytes(self.setting.hardware)
@@ -216,18 +216,9 @@ def _grows(price: ModelPrice) -> bool:
 def setting_for(choice: Choice, request: Request, hardware: Hardware) -> Setting:
     """What the stages of a choice share."""
     return Setting(
-        mesh=choice.mesh,
-        micro_batches=choice.micro_batches,
-        schedule=choice.schedule,
-        zero=choice.zero,
-        precision=request.precision,
-        optimizer=request.optimizer,
-        hardware=hardware,
-        reduce_dtype=request.pins.reduce_dtype,
-        hsdp=choice.hsdp,
-        offload=choice.offload,
-        virtual_stages=choice.virtual_stages,
-    )
+        choice.mesh, choice.batch, choice.schedule, choice.virtual_stages, choice.sharding, request.compute,
+        request.optimizer, hardware,
+    )  # fmt: skip
 
 
 def pinned_recompute(pin: Recompute, price: ModelPrice, shape: StageShape) -> tuple[Chosen, ...]:

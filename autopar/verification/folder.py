@@ -76,8 +76,8 @@ def verify_folder(folder: Path, model: str | None = None, steps: int = 5) -> Com
         much = f"{record.parameters / 1e6:,.0f} M parameters on {plan.mesh.world_size} processes"
         return Comparison(edits, f"{much} are too many to train here: compared by its text alone")
     original, why = _original(record, folder, model)
-    sizes = plan.global_batch, plan.sequence
-    batches = [random_batch(record.inputs, plan.global_batch, plan.tokens, seed) for seed in range(steps)]
+    sizes = plan.batch.global_batch, plan.batch.sequence
+    batches = [random_batch(record.inputs, plan.batch.global_batch, plan.batch.tokens, seed) for seed in range(steps)]
     processes = plan.mesh.world_size
     with tempfile.TemporaryDirectory(prefix="autopar-verify-") as scratch, _naming(edits):
         if original is not None:

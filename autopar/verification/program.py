@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +45,16 @@ def verify_plan(job: Job, plan: Plan, steps: int) -> Parity:
     """Train original and program for `steps` steps; raises PlanError where the model cannot be run here."""
     model, plan, note = small_enough(job, plan)
     # Not compiled: on CPUs the C++ compiler would take minutes.
-    plan = replace(plan, precision="fp64", compile=False, reduce_dtype=None)
+    plan = plan.changed(precision="fp64", compile=False, reduce_dtype=None)
     model = copied(model).double().train()
     program, dropped = _without_dropout(prepare(model, _raised(job.inputs), "fp64", job.batch_norm))
     drawing = any(draws(node.target) for _, node in program.each_op())
     notes = [note] * bool(note) + ["dropout set to 0 on both sides"] * dropped
     opaque = pack_opaque(opaque_modules(program, model))
     source = model_source(compile_program(program, plan), plan, Predicted(), opaque=opaque)
-    batches = [random_batch(inputs_of(program), plan.global_batch, plan.tokens, seed) for seed in range(steps)]
+    batches = [
+        random_batch(inputs_of(program), plan.batch.global_batch, plan.batch.tokens, seed) for seed in range(steps)
+    ]
     weights, reference = train_reference(model, batches, constants_of(job), plan, drawing)
     processes = plan.mesh.world_size
     with (

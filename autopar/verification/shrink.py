@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from ..errors import PlanError
-from ..mesh import AXES, Mesh
 from ..plan import Plan
 from ..recompute import Again, group_of
 from ..request import Job, with_loss
 from ..rules.attention import is_short
+from ..runtime.choices import AXES, Mesh
 from ..trace.huggingface import is_huggingface
 
 LARGEST = 40_000_000  # parameters that are trained as they are, in fp64
@@ -36,17 +36,17 @@ def small_enough(job: Job, plan: Plan) -> tuple[nn.Module, Plan, str]:
         )
     mesh = Mesh(**{axis: min(plan.mesh.size(axis), 2) for axis in AXES})
     mesh = replace(mesh, dp=1) if mesh.world_size > MOST_PROCESSES else mesh
-    if grouped := bool(plan.hsdp) and mesh.world_size // mesh.dp * 4 <= MOST_PROCESSES:
+    if grouped := bool(plan.sharding.hsdp) and mesh.world_size // mesh.dp * 4 <= MOST_PROCESSES:
         mesh = replace(mesh, dp=4)
     count = mesh.pp * min(plan.virtual_stages, 2)
     layers = 2 * count
     stages = tuple((i * 2, i * 2 + 2) for i in range(count))
-    schedule = plan.schedule if mesh.pp > 1 else "none"
+    schedule = plan.pipeline.schedule if mesh.pp > 1 else "none"
     recompute = _shrunk_recompute(plan, stages)
-    small = replace(
-        plan, mesh=mesh, stages=stages, schedule=schedule, recompute=recompute, micro_batch=1,
+    small = plan.changed(
+        mesh=mesh, stages=stages, schedule=schedule, recompute=recompute, micro_batch=1,
         global_batch=2 * mesh.pp * mesh.dp, sequence=32, hsdp=2 if grouped else None,
-        padded_from=29 if plan.padded_from else None,
+        padded_from=29 if plan.batch.padded else None,
     )  # fmt: skip
     window = _shrunk_window(job.model, plan, small)
     return _shrunk(job.model, layers, window), small, f"shrunk to {layers} narrow layers on {mesh}"
@@ -54,7 +54,7 @@ def small_enough(job: Job, plan: Plan) -> tuple[nn.Module, Plan, str]:
 
 def _shrunk_recompute(plan: Plan, stages: tuple[tuple[int, int], ...]) -> tuple[Again, ...]:
     """The plan's choices of recompute in turn, a stage each; a group has a stage's layers."""
-    kinds = list(dict.fromkeys(again.what for again in plan.recompute))
+    kinds = list(dict.fromkeys(again.what for again in plan.activations.recompute))
     spread = zip(stages, itertools.cycle(kinds), strict=False) if kinds else ()
     return tuple(
         Again(start, stop, f"groups of {stop - start}" if group_of(what) > 1 else what)
@@ -82,19 +82,19 @@ def seeded(build: Callable[[], nn.Module]) -> nn.Module:
 def fewer_samples(plan: Plan) -> Plan:
     """At most four micro-batches: enough for every phase of a schedule."""
     batches = min(plan.accumulation, max(4, plan.mesh.pp))
-    return replace(plan, global_batch=batches * plan.micro_batch * plan.mesh.dp)
+    return plan.changed(global_batch=batches * plan.batch.micro_batch * plan.mesh.dp)
 
 
 def _shrunk_window(model: nn.Module, plan: Plan, small: Plan) -> int | None:
     """The model's sliding window in a shorter sequence: as long a part of it, and cut over cp in the same order."""
     window: int | None = getattr(model.config, "sliding_window", None)
-    if window is None or window >= plan.sequence:
+    if window is None or window >= plan.batch.sequence:
         return window
-    widths = list(range(2, small.sequence))
+    widths = list(range(2, small.batch.sequence))
     if plan.mesh.cp > 1:
-        short = is_short(window, plan.mesh.cp, plan.sequence)
-        widths = [w for w in widths if is_short(w, small.mesh.cp, small.sequence) == short]
-    return min(widths, key=lambda w: abs(w * plan.sequence - window * small.sequence))
+        short = is_short(window, plan.mesh.cp, plan.batch.sequence)
+        widths = [w for w in widths if is_short(w, small.mesh.cp, small.batch.sequence) == short]
+    return min(widths, key=lambda w: abs(w * plan.batch.sequence - window * small.batch.sequence))
 
 
 def _shrunk(model: nn.Module, layers: int, window: int | None) -> nn.Module:

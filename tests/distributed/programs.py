@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -24,11 +24,11 @@ from autopar.emit.emission import Predicted
 from autopar.emit.load import load_source
 from autopar.emit.source import model_source
 from autopar.ir.graph import B, Program, S
-from autopar.mesh import Mesh
 from autopar.parity import relative_errors
 from autopar.plan import Optimizer, Plan, Solution
 from autopar.recompute import Again, choice, whole_layers
 from autopar.rules import Axis
+from autopar.runtime.choices import Mesh
 from autopar.runtime.opaque import OpaqueModule
 from autopar.runtime.trainer import Trainer
 from autopar.search.intra_op import solve
@@ -111,7 +111,7 @@ class Subject:
         padded_from: int | None = None,
     ) -> Plan:
         layers = len(self.program.layer_calls)
-        plan = Plan(
+        plan = Plan.of(
             mesh=Mesh(pp=pp, dp=dp, cp=cp, tp=tp),
             global_batch=global_batch,
             micro_batch=micro_batch,
@@ -128,14 +128,14 @@ class Subject:
             reduce_dtype=reduce_dtype,
             context=Solution(cp, {}, context.name if cp > 1 else ""),
         )
-        plan = replace(plan, context=self.context(plan, context))
-        return replace(plan, solution=self.solution(plan, layout, costs))
+        plan = plan.changed(context=self.context(plan, context))
+        return plan.changed(solution=self.solution(plan, layout, costs))
 
     def context(self, plan: Plan, layout: Layout) -> Solution:
         cp = plan.mesh.cp
         if cp == 1:
             return Solution(1, {})
-        values = {B: plan.micro_batch, S: plan.sequence}
+        values = {B: plan.batch.micro_batch, S: plan.batch.sequence}
         # Of sizes so small the cheapest is to do everything everywhere: priced at those of real models.
         costs = TimeCosts(gpu("h100-sxm-80gb"), self.precision, cp, {B: 1, S: 8192}, axis="cp")
         axis = context_axis(self.program, cp, values, layout.name, plan.mesh.tp)
@@ -145,7 +145,7 @@ class Subject:
         tp = plan.mesh.tp
         if tp == 1:
             return Solution(1, {})
-        values = {B: plan.micro_batch, S: plan.sequence // plan.mesh.cp}
+        values = {B: plan.batch.micro_batch, S: plan.batch.sequence // plan.mesh.cp}
         axis = Axis("tp", tp, sequence=layout.sequence, values=values)
         costs = costs or TimeCosts(gpu("h100-sxm-80gb"), self.precision, tp, values)
         return solve(cut_sequence(self.program, plan), axis, costs, layout)

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from autopar.errors import PlanError
-from autopar.mesh import Mesh
 from autopar.plan import Plan, Solution
 from autopar.runtime import compiled
+from autopar.runtime.choices import Mesh
 from autopar.search.layouts import ALL_GATHER, MEGATRON, MEGATRON_SP, RING, ULYSSES
 from tests import models
 from tests.distributed.half import assert_half
@@ -121,7 +121,7 @@ def unsolved(chosen: dict[str, Any]) -> Plan:
     """The plan without placements. PlanError where it is none."""
     schedule, virtual_stages = chosen["schedule"]
     precision, pp = chosen["precision"], 1 if schedule == "none" else 2
-    return Plan(
+    return Plan.of(
         mesh=Mesh(pp=pp, dp=chosen["dp"], cp=2 if chosen["context"] else 1, tp=2 if chosen["layout"] else 1),
         global_batch=SAMPLES,
         micro_batch=chosen["micro_batch"],
@@ -144,8 +144,8 @@ def unsolved(chosen: dict[str, Any]) -> Plan:
 def planned(case: Case) -> Plan:
     chosen, made = case.chosen, small(case.chosen["precision"])
     plan = unsolved(chosen)
-    plan = replace(plan, context=made.context(plan, CONTEXTS.get(chosen["context"], RING)))
-    return replace(plan, solution=made.solution(plan, LAYOUTS.get(chosen["layout"], MEGATRON)))
+    plan = plan.changed(context=made.context(plan, CONTEXTS.get(chosen["context"], RING)))
+    return plan.changed(solution=made.solution(plan, LAYOUTS.get(chosen["layout"], MEGATRON)))
 
 
 def outcome(case: Case) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ def no_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def of(subject: Subject, **choices: Any) -> tuple[Subject, Plan]:
-    return subject, replace(subject.plan(**choices), compile=True)
+    return subject, subject.plan(**choices).changed(compile=True)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -83,7 +82,7 @@ def test_a_class_is_one_graph_with_its_collectives() -> None:
 def test_dropout_has_the_masks_of_the_program_without_compile() -> None:
     """Also where backward computes the layer again: the same mask as forward."""
     subject = gpt(torch.float64, layers=2, dropout=0.3)
-    plans = [replace(subject.plan(recompute=(1,)), compile=on) for on in (False, True)]
+    plans = [subject.plan(recompute=(1,)).changed(compile=on) for on in (False, True)]
     sources, weights, batch = [subject.source(plan) for plan in plans], subject.weights, subject.batches[0]
 
     def gradients(rank: int) -> list[dict[str, torch.Tensor]]:

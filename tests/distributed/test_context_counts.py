@@ -81,7 +81,7 @@ def priced(made: Subject, plan: Plan) -> dict[tuple[str, str], float]:
     """(phase, what) → calls and bytes sent in a layer, by the cost model."""
     costs = describe(cut_sequence(made.program, plan), replicated(cut_sequence(made.program, plan)), {B: 1, S: 8})
     (layer,) = costs.classes.values()
-    values = {B: plan.micro_batch, S: plan.sequence // plan.mesh.cp}
+    values = {B: plan.batch.micro_batch, S: plan.batch.sequence // plan.mesh.cp}
     found: Counter[tuple[str, str]] = Counter()
     for transfer in layer.transfers:
         found[transfer.phase, transfer.collective] += transfer.times

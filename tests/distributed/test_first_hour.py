@@ -49,7 +49,9 @@ def planned(name: str) -> tuple[Parallelized, Subject]:
         model, 2, gpu="cpu", inputs=case.inputs, global_batch=SAMPLES, precision="fp64",
         sequence_parallel=sequence_parallel,
     )  # fmt: skip
-    batches = [random_batch(inputs_of(result.program), SAMPLES, result.job.sequence, seed) for seed in range(STEPS)]
+    batches = [
+        random_batch(inputs_of(result.program), SAMPLES, result.job.batch.sequence, seed) for seed in range(STEPS)
+    ]
     made = subject(model, torch.float64, result.program, batches)
     return replace(result, job=replace(result.job, model=made.model)), made
 

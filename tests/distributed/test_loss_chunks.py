@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,7 +40,7 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
 def plan_of(name: str, dtype: torch.dtype, chunks: int = 3) -> tuple[Subject, Plan]:
     model, choices = PLANS[name]
     made = MODELS[model](dtype)
-    return made, replace(made.plan(**choices), loss_chunks=chunks)
+    return made, made.plan(**choices).changed(loss_chunks=chunks)
 
 
 @pytest.mark.in_turn(2)
@@ -92,7 +91,7 @@ def test_a_capped_head_on_fewer_rows(choices: dict[str, Any], frozen: bool) -> N
     made = subject(Capped(frozen), torch.float64)
     # At the sizes of a test summing logits over ranks would be cheaper than to share the vocabulary.
     costs = TimeCosts(gpu("h100-sxm-80gb"), "fp64", 2, {B: 64, S: 4096})
-    plan = replace(made.plan(**choices, costs=costs), loss_chunks=4)
+    plan = made.plan(**choices, costs=costs).changed(loss_chunks=4)
     assert "softcap=2.0" in made.source(plan) and "scale=0.5" in made.source(plan)
     assert_parity(made, plan)
 
@@ -106,7 +105,7 @@ class Smoothed(Capped):
 def test_a_loss_that_cannot_be_sliced_is_refused_with_its_reason() -> None:
     made = subject(Smoothed(), torch.float64)
     with pytest.raises(PlanError, match="loss_chunks=2: .*label smoothing"):
-        made.source(replace(made.plan(), loss_chunks=2))
+        made.source(made.plan().changed(loss_chunks=2))
 
 
 class Wide(nn.Module):
@@ -129,7 +128,7 @@ class Wide(nn.Module):
 def test_a_step_holds_as_much_less_as_the_ledger_says(dtype: torch.dtype) -> None:
     """M1: the peak of whole steps, with whole logits and in 8 slices: they differ by the ledger's line for logits."""
     made = subject(Wide(), dtype)
-    plans = [replace(made.plan(micro_batch=12), loss_chunks=chunks) for chunks in (1, 8)]
+    plans = [made.plan(micro_batch=12).changed(loss_chunks=chunks) for chunks in (1, 8)]
     costs = describe(made.program, replicated(made.program), {B: 12, S: 16})
     estimates = [estimate(costs, plan, Cluster(1)).stages[0].memory for plan in plans]
     logits = [sum(t.size_bytes for t in terms if t.name.startswith("logits")) for terms in estimates]

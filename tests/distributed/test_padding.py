@@ -128,7 +128,11 @@ def test_a_plan_with_pads_is_read_again(tmp_path: Path) -> None:
     made, plan = planned("causal", cp=2, tp=2)
     plan.save(tmp_path / "plan.yaml")
     read = Plan.load(tmp_path / "plan.yaml")
-    assert read == plan and (read.padded_from, read.tokens, read.sequence) == (TOKENS, TOKENS, SEQUENCE)
+    assert read == plan and (read.batch.padded_from, read.batch.tokens, read.batch.sequence) == (
+        TOKENS,
+        TOKENS,
+        SEQUENCE,
+    )
     assert_parity(made, read, data())
 
 

@@ -63,7 +63,7 @@ def test_p3_layers_that_the_stages_do_not_divide(layers: int, pp: int) -> None:
     """P3: every layer is in exactly one stage; the union of the parameters is the model."""
     model = gpt(FP64, layers)
     plan = model.plan(pp=pp)
-    assert [stop - start for start, stop in plan.stages] == {7: [4, 3], 5: [2, 2, 1]}[layers]
+    assert [stop - start for start, stop in plan.pipeline.stages] == {7: [4, 3], 5: [2, 2, 1]}[layers]
     source = model.source(plan)
     stages = run_ranks(pp, lambda rank: set(trainer_of(source, model.weights).state_dict()))
     assert set().union(*stages) == {name for name, _ in model.model.named_parameters()}

@@ -69,8 +69,10 @@ def explicit(dtype: torch.dtype) -> Subject:
 
 def price_of(model: Subject, plan: Plan) -> ModelPrice:
     solution = plan.solution if plan.mesh.tp > 1 else replicated(model.program)
-    costs = describe(model.program, solution, {B: plan.micro_batch, S: plan.sequence})
-    return price_model(costs, [plan.micro_batch], plan.sequence, gpu("h100-sxm-80gb"), plan.precision)[0]
+    costs = describe(model.program, solution, {B: plan.batch.micro_batch, S: plan.batch.sequence})
+    return price_model(
+        costs, [plan.batch.micro_batch], plan.batch.sequence, gpu("h100-sxm-80gb"), plan.compute.precision
+    )[0]
 
 
 @pytest.mark.parametrize("make", [gpt, llama, explicit])
@@ -103,7 +105,7 @@ def test_each_choice_keeps_what_the_ledger_says(make: Any) -> None:
     (kept,) = run_ranks(1, on_rank)
     for choice, plan in plans.items():
         price = price_of(model, plan)
-        shape = stage_shape(price, 0, len(price.layers), plan.recompute)
+        shape = stage_shape(price, 0, len(price.layers), plan.activations.recompute)
         assert kept[choice] == pytest.approx(stage_memory(price, shape, 1).saved_bytes, rel=0.1), choice
 
 
@@ -160,7 +162,7 @@ def test_collectives_within_a_region_run_again_and_are_priced() -> None:
     for choice, plan in plans.items():
         price = price_of(model, plan)
         expected: Counter[str] = Counter()
-        for layer, what in by_layer(plan.recompute).items():
+        for layer, what in by_layer(plan.activations.recompute).items():
             costs = price.model.classes[price.model.layers[layer]]
             alone = next((a for a in costs.again if a.what == what), costs.again[-1])
             whole = what.startswith("groups") and layer % 2 == 0  # all but a group's last layer run to their end

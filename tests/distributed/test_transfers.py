@@ -42,7 +42,7 @@ def recorded(made: Subject, plan: Plan) -> Sent:
 def priced(made: Subject, plan: Plan) -> Sent:
     boundaries, pp = price_of(made, plan).boundaries, plan.mesh.pp
     sent: Sent = Counter()
-    for stage, (_, stop) in enumerate(plan.stages[:-1]):
+    for stage, (_, stop) in enumerate(plan.pipeline.stages[:-1]):
         here, following = stage % pp, (stage + 1) % pp
         sent[here, following] += plan.accumulation * int(boundaries.values_bytes[stop])
         sent[following, here] += plan.accumulation * int(boundaries.gradients_bytes[stop])
@@ -71,7 +71,7 @@ def test_each_stage_keeps_what_the_ledger_says(name: str, recompute: str) -> Non
     length = 64 if name == "windowed" else SEQUENCE
     plan = made.plan(pp=3, schedule="gpipe", recompute=recompute, sequence=length)
     source, batch = made.source(plan), made.batches[0] if length == SEQUENCE else batches(sequence=length)[0]
-    micro = {name: x[: plan.micro_batch] for name, x in batch.items()}
+    micro = {name: x[: plan.batch.micro_batch] for name, x in batch.items()}
 
     def on_rank(rank: int) -> int:
         trainer = trainer_of(source, made.weights)
@@ -87,8 +87,8 @@ def test_each_stage_keeps_what_the_ledger_says(name: str, recompute: str) -> Non
         return kept
 
     kept, price = run_ranks(3, on_rank), price_of(made, plan)
-    for found, (start, stop) in zip(kept, plan.stages, strict=True):
-        priced = stage_memory(price, stage_shape(price, start, stop, plan.recompute), 1).saved_bytes
+    for found, (start, stop) in zip(kept, plan.pipeline.stages, strict=True):
+        priced = stage_memory(price, stage_shape(price, start, stop, plan.activations.recompute), 1).saved_bytes
         assert found == pytest.approx(priced, rel=0.1)  # CPUs have no fused kernel for a bias with a gradient
 
 
@@ -97,8 +97,8 @@ def test_a_layer_that_is_recomputed_counts_what_it_reads() -> None:
     made = family("unet", torch.float32)
     plan = made.plan(pp=3, recompute="all")
     price = price_of(made, plan)
-    for start, stop in plan.stages:
-        plain, planned = stage_shape(price, start, stop), stage_shape(price, start, stop, plan.recompute)
+    for start, stop in plan.pipeline.stages:
+        plain, planned = stage_shape(price, start, stop), stage_shape(price, start, stop, plan.activations.recompute)
         chosen = tuple((("layer", count),) if count else () for count in plain.counts)
         assert replace(plain, recomputed=chosen).held_bytes == planned.held_bytes <= plain.held_bytes
         assert (planned.held_bytes < plain.held_bytes) == (start == 3)  # whose two inputs nothing keeps
@@ -106,7 +106,7 @@ def test_a_layer_that_is_recomputed_counts_what_it_reads() -> None:
 
 def _example(model: Any, stage: int, plan: Plan) -> list[Tensor]:
     """Values that a stage could have received."""
-    shapes = model.between_stages(stage, plan.micro_batch, plan.sequence) if stage >= 0 else ()
+    shapes = model.between_stages(stage, plan.batch.micro_batch, plan.batch.sequence) if stage >= 0 else ()
     return [
         torch.ones(shape, dtype=dtype, requires_grad=dtype.is_floating_point)
         if dtype.is_floating_point

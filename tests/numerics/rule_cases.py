@@ -12,12 +12,12 @@ from torch import Tensor, fx
 from autopar.ir.build import is_continuous
 from autopar.ir.custom import EXPERTS
 from autopar.ir.graph import MODEL, Block, Call, NodeInfo, Program, Role, info, node_inputs, set_info, update_info
-from autopar.mesh import Mesh
 from autopar.passes.insert_conversions import InsertConversions
 from autopar.placement import Strategy
 from autopar.plan import Plan
 from autopar.rules import Axis, rule_of, strategies
 from autopar.rules.verify import verify
+from autopar.runtime.choices import Mesh
 from tests.numerics.spmd import (
     lay_out,
     lay_out_gradient,
@@ -132,7 +132,7 @@ def _check_strategy(program: Program, strategy: Strategy, tensors: list[Tensor],
     update_info(node, strategy=strategy)
     for operand, placement in zip(node_inputs(node), strategy.inputs, strict=True):
         update_info(operand, strategy=Strategy((), placement))
-    plan = Plan(Mesh(tp=axis.size), 1, 1, 1, ((0, 1),))
+    plan = Plan.of(Mesh(tp=axis.size), 1, 1, 1, ((0, 1),))
     program = InsertConversions().apply(program, plan)
     verify(program, axis, converted=True)
     block = program.blocks[MODEL]

@@ -13,8 +13,8 @@ from autopar.compiler import compile_program, prepare
 from autopar.emit.emission import Predicted
 from autopar.emit.load import load_source
 from autopar.emit.source import model_source
-from autopar.mesh import Mesh
 from autopar.plan import Optimizer, Plan, Solution
+from autopar.runtime.choices import Mesh
 from autopar.runtime.trainer import Trainer
 from autopar.trace.huggingface import default_inputs
 from examples.llama import tiny_llama
@@ -24,7 +24,9 @@ from tests.harness import run_ranks
 def one_process(model: nn.Module, inputs: dict[str, object], sequence: int, optimizer: Optimizer) -> ModuleType:
     program = prepare(model, inputs, "bf16")
     layers = max(1, len(program.layer_calls))
-    plan = Plan(Mesh(), 2, 2, sequence, ((0, layers),), precision="bf16", optimizer=optimizer, solution=Solution(1, {}))
+    plan = Plan.of(
+        Mesh(), 2, 2, sequence, ((0, layers),), precision="bf16", optimizer=optimizer, solution=Solution(1, {})
+    )
     return load_source(model_source(compile_program(program, plan), plan, Predicted()))
 
 

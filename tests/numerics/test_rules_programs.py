@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from autopar.compiler import compile_program
 from autopar.ir.graph import B, Program, S
-from autopar.mesh import Mesh
 from autopar.parity import relative_errors
 from autopar.placement import CONVERSIONS
 from autopar.plan import Plan, Solution
 from autopar.rules import Axis
+from autopar.runtime.choices import Mesh
 from autopar.runtime.precision import raise_float32
 from autopar.search.intra_op import solve
 from autopar.search.layouts import FREE, MEGATRON, MEGATRON_SP, Layout
@@ -37,7 +37,7 @@ def _solution(program: Program, tp: int, layout: Layout, seed: int) -> Solution:
 
 def _compiled(program: Program, solution: Solution) -> Program:
     stages = ((0, len(program.layer_calls)),)
-    plan = Plan(Mesh(tp=solution.ranks), BATCH, BATCH, SEQUENCE, stages, precision="fp64", solution=solution)
+    plan = Plan.of(Mesh(tp=solution.ranks), BATCH, BATCH, SEQUENCE, stages, precision="fp64", solution=solution)
     return compile_program(program, plan)
 
 

@@ -24,11 +24,11 @@ from torch import fx
 from autopar.ir.build import derives_gradient
 from autopar.ir.graph import MODEL, B, Block, Call, NodeInfo, Program, Role, S, TensorInfo, info, set_info, update_info
 from autopar.ir.text import program_text
-from autopar.mesh import Mesh
 from autopar.passes import Pass
 from autopar.passes.shard_parameters import ShardParameters
 from autopar.placement import Strategy
 from autopar.plan import Plan, Solution
+from autopar.runtime.choices import Mesh
 
 aten = torch.ops.aten
 
@@ -120,14 +120,14 @@ def plan(strategies: str = "", tp: int = 2, stages: tuple[tuple[int, int], ...] 
         chosen.setdefault(block, {})[node] = Strategy.parse(strategy)
     schedule = "none" if len(stages) == 1 else "gpipe"
     mesh = Mesh(pp=len(stages), tp=tp)
-    return Plan(mesh, 2, 2, 8, stages, schedule, precision="fp64", solution=Solution(tp, chosen), **more)
+    return Plan.of(mesh, 2, 2, 8, stages, schedule, precision="fp64", solution=Solution(tp, chosen), **more)
 
 
 def context_plan(strategies: str = "", cp: int = 2, tp: int = 1, layout: str = "ring", sequence: int = 8) -> Plan:
     """A plan that cuts sequences, with placements on cp as lines of `plan`."""
     chosen = plan(strategies, tp=1).solution.strategies
     mesh = Mesh(cp=cp, tp=tp)
-    return Plan(mesh, 2, 2, sequence, ((0, 1),), precision="fp64", context=Solution(cp, chosen, layout))
+    return Plan.of(mesh, 2, 2, sequence, ((0, 1),), precision="fp64", context=Solution(cp, chosen, layout))
 
 
 def typed(program: Program, plan: Plan) -> Program:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from autopar.errors import PlanError
@@ -28,7 +26,7 @@ def program(lines: str, dtype: str = "bf16") -> Program:
 
 
 def chunked(strategies: str, chunks: int = 4) -> Plan:
-    return replace(plan(strategies), loss_chunks=chunks)
+    return plan(strategies).changed(loss_chunks=chunks)
 
 
 PLAIN = """
@@ -74,7 +72,7 @@ def test_views_move_before_the_head_and_the_vocabulary_stays_sharded() -> None:
 
 
 def on_one_rank(lines: str, dtype: str = "fp64") -> Program:
-    return ChunkLoss().apply(typed(program(lines, dtype), replace(plan(tp=1), loss_chunks=2)), chunked("", 2))
+    return ChunkLoss().apply(typed(program(lines, dtype), plan(tp=1).changed(loss_chunks=2)), chunked("", 2))
 
 
 def fused(made: Program) -> str:

@@ -1,11 +1,9 @@
 """insert_data_conversions: reduced values become those of the whole batch over dp, and the loss a summand again."""
 
-from dataclasses import replace
-
-from autopar.mesh import Mesh
 from autopar.passes.insert_data_conversions import InsertDataConversions
 from autopar.passes.lower_conversions import LowerConversions
 from autopar.plan import Plan
+from autopar.runtime.choices import Mesh
 from tests.passes.programs import assert_becomes, plan, read, typed
 
 ROOT = """
@@ -36,7 +34,7 @@ block model:
 
 
 def _plan(dp: int, micro_batches: int = 1) -> Plan:
-    return replace(plan(tp=1), mesh=Mesh(dp=dp), micro_batch=1, global_batch=dp * micro_batches)
+    return plan(tp=1).changed(mesh=Mesh(dp=dp), micro_batch=1, global_batch=dp * micro_batches)
 
 
 def test_each_part_of_a_batch_adds_its_share_of_what_all_have() -> None:

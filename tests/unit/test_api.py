@@ -65,7 +65,11 @@ def test_fully_pinned_is_an_estimate() -> None:
     found = estimate(build, 2, **OPTIONS, **pins)
     result = parallelize(build, 2, **OPTIONS, **pins)
     assert found == result.estimate
-    assert (result.plan.zero, result.plan.micro_batch, result.plan.recompute) == (1, 2, whole_layers((0, 1)))
+    assert (result.plan.sharding.zero, result.plan.batch.micro_batch, result.plan.activations.recompute) == (
+        1,
+        2,
+        whole_layers((0, 1)),
+    )
     assert found.step_time_s > 0 and found.peak_bytes > 0
 
 

@@ -98,8 +98,9 @@ def test_pins_reach_the_plan(tiny: str, capsys: pytest.CaptureFixture[str]) -> N
     pins = ["--pp", "2", "--dp", "1", "--tp", "1", "--micro-batch", "2", "--schedule", "1f1b", "--recompute", "1,"]
     assert run("plan", f"{tiny}:build", *ON, *pins, "--precision", "fp32", "--lr", "0.5", "--json") == 0
     plan = Plan.from_dict(json.loads(capsys.readouterr().out)["plan"])
-    assert (plan.mesh.pp, plan.micro_batch, plan.schedule, plan.recompute) == (2, 2, "1f1b", whole_layers((1,)))
-    assert (plan.precision, plan.optimizer.kwargs) == ("fp32", {"lr": 0.5})
+    assert (plan.mesh.pp, plan.batch.micro_batch, plan.pipeline.schedule) == (2, 2, "1f1b")
+    assert plan.activations.recompute == whole_layers((1,))
+    assert (plan.compute.precision, plan.optimizer.kwargs) == ("fp32", {"lr": 0.5})
 
 
 def test_forbid(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,8 +16,8 @@ import yaml
 from autopar.api import parallelize
 from autopar.cli import main
 from autopar.errors import PlanError
-from autopar.mesh import Mesh
 from autopar.plan import Plan
+from autopar.runtime.choices import Mesh
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -80,7 +80,7 @@ def test_control_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
 
 def test_control_c_ends_what_runs(tmp_path: Path) -> None:
     """`run` waits until torchrun, which the terminal interrupts too, has ended its processes."""
-    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(Plan(Mesh(), 1, 1, 1, ((0, 1),)).to_dict()))
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(Plan.of(Mesh(), 1, 1, 1, ((0, 1),)).to_dict()))
     (tmp_path / "train.py").write_text("import pathlib, time\npathlib.Path('started').touch()\ntime.sleep(60)\n")
     command = [sys.executable, "-m", "autopar.cli", "run", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -45,7 +45,7 @@ def test_fp16_with_its_reduction_from_the_request_to_the_program(tmp_path: Path)
 
 def test_without_a_pin_gradients_are_summed_in_fp32() -> None:
     result = planned(precision="fp16")
-    assert result.plan.reduce_dtype is None and "reduce_dtype" not in result.plan.to_dict()
+    assert result.plan.compute.reduce_dtype is None and "reduce_dtype" not in result.plan.to_dict()
     assert "reduce_dtype" not in result.source() and "summed in" not in str(result)
 
 

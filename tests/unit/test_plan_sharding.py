@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from autopar.errors import PlanError
-from autopar.mesh import Mesh
 from autopar.plan import Plan
+from autopar.runtime.choices import Mesh
 
-PLAN = Plan(Mesh(dp=8), 64, 1, 16, ((0, 4),), zero=3)
+PLAN = Plan.of(Mesh(dp=8), 64, 1, 16, ((0, 4),), zero=3)
 
 
 @pytest.mark.parametrize(
@@ -27,12 +26,12 @@ PLAN = Plan(Mesh(dp=8), 64, 1, 16, ((0, 4),), zero=3)
 )
 def test_what_cannot_be_is_refused_with_the_way_out(change: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        replace(PLAN, **change)
+        PLAN.changed(**change)
 
 
 @pytest.mark.parametrize("change", [{}, {"hsdp": 4}, {"hsdp": 8, "offload": True}, {"offload": True}])
 def test_yaml_keeps_them(change: dict[str, Any], tmp_path: Path) -> None:
-    plan = replace(PLAN, **change)
+    plan = PLAN.changed(**change)
     plan.save(tmp_path / "plan.yaml")
     assert Plan.load(tmp_path / "plan.yaml") == plan
 
@@ -55,9 +54,9 @@ def test_a_wrong_form_is_told_by_its_key(key: str, value: str, tmp_path: Path) -
 
 
 def test_they_are_named_after_the_stage() -> None:
-    assert PLAN.sharding == "3"
-    assert replace(PLAN, hsdp=4).sharding == "3 hsdp4"
-    assert replace(PLAN, hsdp=4, offload=True).sharding == "3 hsdp4 offload"
+    assert PLAN.sharding.text() == "3"
+    assert PLAN.changed(hsdp=4).sharding.text() == "3 hsdp4"
+    assert PLAN.changed(hsdp=4, offload=True).sharding.text() == "3 hsdp4 offload"
 
 
 def test_a_file_that_is_no_yaml_is_one_line_with_its_place(tmp_path: Path) -> None:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import inspect
 import re
-from dataclasses import fields
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 import autopar
-from autopar.options import OPTIONS
-from autopar.search.pins import Pins
+from autopar.options import OPTIONS, PINS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,7 +33,7 @@ def written() -> str:
 def test_pins_options_and_generated_names_exist(row: list[str]) -> None:
     technique, pin, code, price = row
     assert technique and pin and code and price
-    options = {*inspect.signature(autopar.parallelize).parameters, *(f.name for f in fields(Pins))}
+    options = {*inspect.signature(autopar.parallelize).parameters, *PINS, "forbid"}
     assert set(re.findall(r"(\w+)=", pin)) <= options
     flags = " ".join((ROOT / "autopar" / path).read_text() for path in ("cli.py", "emit/templates/train.py"))
     named = re.findall(r"--([\w-]+)", pin + code)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import PlanError
-from autopar.mesh import Mesh
 from autopar.plan import Plan
 from autopar.recompute import Again, again_of, by_layer, choice, from_plain, summary, to_plain, whole_layers
+from autopar.runtime.choices import Mesh
 
 MIXED = (Again(0, 12, "attention core, mlp"), Again(12, 13), Again(14, 20, "groups of 3"))
 
@@ -29,18 +29,20 @@ def test_layers_and_ranges_are_inverse() -> None:
 
 
 def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
-    plan = Plan(Mesh(), 8, 4, 16, ((0, 20),), recompute=MIXED)
+    plan = Plan.of(Mesh(), 8, 4, 16, ((0, 20),), recompute=MIXED)
     plan.save(tmp_path / "plan.yaml")
     assert "0-11: attention core, mlp" in (tmp_path / "plan.yaml").read_text()
-    assert Plan.load(tmp_path / "plan.yaml").recompute == MIXED
+    assert Plan.load(tmp_path / "plan.yaml").activations.recompute == MIXED
 
 
 def test_an_older_plan_has_a_list_of_layers(tmp_path: Path) -> None:
-    text = Plan(Mesh(), 8, 4, 16, ((0, 20),))
+    text = Plan.of(Mesh(), 8, 4, 16, ((0, 20),))
     text.save(tmp_path / "plan.yaml")
     written = (tmp_path / "plan.yaml").read_text()
     (tmp_path / "plan.yaml").write_text(written.replace("recompute: {}", "recompute: [1, 2, 5]"))
-    assert Plan.load(tmp_path / "plan.yaml").recompute == whole_layers((1, 2, 5)) == (Again(1, 3), Again(5, 6))
+    assert (
+        Plan.load(tmp_path / "plan.yaml").activations.recompute == whole_layers((1, 2, 5)) == (Again(1, 3), Again(5, 6))
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,7 +54,7 @@ def test_an_older_plan_has_a_list_of_layers(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_recompute_is_told(given: str, message: str, tmp_path: Path) -> None:
-    Plan(Mesh(), 8, 4, 16, ((0, 20),)).save(tmp_path / "plan.yaml")
+    Plan.of(Mesh(), 8, 4, 16, ((0, 20),)).save(tmp_path / "plan.yaml")
     written = (tmp_path / "plan.yaml").read_text()
     (tmp_path / "plan.yaml").write_text(written.replace("recompute: {}", f"recompute: {given}"))
     with pytest.raises(PlanError, match=message):

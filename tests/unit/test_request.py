@@ -36,7 +36,7 @@ def job(model: Any = Net, gpus: int | Cluster | None = 2, **options: Any) -> Job
 
 def test_defaults_are_said_aloud() -> None:
     made = job(gpu="a100-sxm4-80gb")
-    assert (made.global_batch, made.sequence, made.precision) == (16, 16, "bf16")
+    assert (made.batch.global_batch, made.batch.sequence, made.compute.precision) == (16, 16, "bf16")
     assert made.optimizer == Optimizer("AdamW")
     assert made.notes == ("global_batch=16 (8 a GPU)",)
     assert any("gpu=h100-sxm-80gb (default)" in note for note in job().notes)
@@ -53,7 +53,7 @@ def test_a_factory_is_built_on_meta() -> None:
 def test_cluster_and_cpu() -> None:
     cluster = Cluster(16, "l4-24gb", gpus_per_node=4)
     assert job(gpus=cluster).cluster is cluster
-    assert job(gpus=4, gpu="cpu").precision == "fp32"
+    assert job(gpus=4, gpu="cpu").compute.precision == "fp32"
 
 
 def test_sequence_of_the_config() -> None:
@@ -64,10 +64,10 @@ def test_sequence_of_the_config() -> None:
         max_position_embeddings=100_000,
     )  # fmt: skip
     made = job(lambda: LlamaForCausalLM(config), inputs=None, gpu="l4-24gb")
-    assert made.sequence == 8192
+    assert made.batch.sequence == 8192
     assert "sequence=8192 (of the model's config)" in made.notes
     assert set(made.inputs) >= {"input_ids", "labels"}
-    assert job(lambda: LlamaForCausalLM(config), inputs=None, sequence=64).sequence == 64
+    assert job(lambda: LlamaForCausalLM(config), inputs=None, sequence=64).batch.sequence == 64
 
 
 def test_a_sequence_of_inputs_that_have_none() -> None:

@@ -13,6 +13,7 @@ import autopar
 from autopar.api import Parallelized
 from autopar.errors import PlanError
 from autopar.plan import Plan
+from autopar.request import Job
 from autopar.search.job import cp_sizes
 from autopar.search.pins import Pins
 from examples.gpt import GPT, GPTConfig
@@ -67,8 +68,13 @@ def test_an_unknown_layout_is_refused() -> None:
 
 
 def test_cp_is_looked_at_for_long_sequences_or_few_samples() -> None:
-    program, job = planned().program, replace(planned().job, sequence=1024)
-    assert cp_sizes(program, job, Pins()) == [1]
-    assert cp_sizes(program, replace(job, sequence=32_768), Pins()) == [1, 2]
-    assert cp_sizes(program, replace(job, sequence=4096, global_batch=1), Pins()) == [1, 2]
-    assert cp_sizes(program, job, Pins(cp=2)) == [2] and cp_sizes(program, job, Pins(attention="ring")) == [2]
+    program, planned_job = planned().program, planned().job
+
+    def job(**batch: int) -> Job:
+        return replace(planned_job, batch=replace(planned_job.batch, **batch))
+
+    short = job(sequence=1024)
+    assert cp_sizes(program, short, Pins()) == [1]
+    assert cp_sizes(program, job(sequence=32_768), Pins()) == [1, 2]
+    assert cp_sizes(program, job(sequence=4096, global_batch=1), Pins()) == [1, 2]
+    assert cp_sizes(program, short, Pins(cp=2)) == [2] and cp_sizes(program, short, Pins(attention="ring")) == [2]

@@ -237,7 +237,7 @@ def test_a_window_shrinks_with_the_sequence() -> None:
         narrow, plan, note = small_enough(result.job, result.plan)
         assert narrow.config.sliding_window == small  # type: ignore[union-attr]
         assert plan.mesh.cp == 2 and note.startswith("shrunk to 2")
-        assert is_short(window, 4, 8192) == is_short(small, 2, plan.sequence)
+        assert is_short(window, 4, 8192) == is_short(small, 2, plan.batch.sequence)
 
 
 def test_samples_are_in_range() -> None:

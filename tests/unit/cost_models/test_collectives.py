@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from autopar.cost_models.collectives import COLLECTIVES, Group, axis_group, collective_time_s
 from autopar.cost_models.hardware import gpu
-from autopar.mesh import Mesh
+from autopar.runtime.choices import Mesh
 
 H100 = gpu("h100-sxm-80gb")
 collectives = st.sampled_from(COLLECTIVES)

@@ -16,8 +16,8 @@ from autopar.cost_models.hardware import Cluster
 from autopar.cost_models.layer_costs import ModelCosts
 from autopar.cost_models.step_time import estimate
 from autopar.ir.graph import B, S
-from autopar.mesh import Mesh
 from autopar.plan import Plan
+from autopar.runtime.choices import Mesh
 from autopar.search.layouts import replicated
 from examples.gpt import GPTConfig, build
 from tests.models import VOCABULARY
@@ -76,7 +76,7 @@ def test_buffers_that_a_stage_reads_are_in_the_ledger() -> None:
     costs = coupled()
     assert costs.tables_bytes + costs.prologue.buffer_bytes == 64 * 8 * 4
     assert costs.epilogue.buffer_bytes == VOCABULARY * 4
-    plan = Plan(
+    plan = Plan.of(
         Mesh(pp=2), global_batch=4, micro_batch=2, sequence=16, stages=((0, 1), (1, 2)), schedule="1f1b",
         precision="fp32",
     )  # fmt: skip
@@ -91,7 +91,7 @@ def test_values_of_the_whole_batch_are_exchanged_over_dp() -> None:
     costs = coupled()
     moved = [t for block in (costs.prologue, *costs.classes.values(), costs.epilogue) for t in block.data_transfers]
     assert ("all_reduce", "forward", 8 * 4) in [(t.collective, t.phase, int(t.size_bytes)) for t in moved]
-    plan = Plan(Mesh(dp=2), global_batch=4, micro_batch=2, sequence=16, stages=((0, 2),), precision="fp32")
+    plan = Plan.of(Mesh(dp=2), global_batch=4, micro_batch=2, sequence=16, stages=((0, 2),), precision="fp32")
     free = replace(costs, epilogue=replace(costs.epilogue, data_transfers=()))
     cluster = Cluster(2)
     more_s = estimate(costs, plan, cluster).step_time_s - estimate(free, plan, cluster).step_time_s

@@ -111,8 +111,8 @@ def test_the_plan_says_so() -> None:
         autopar.parallelize(model, gpus=1, gpu="h100-sxm-80gb", inputs=given, global_batch=2, compile=on)
         for on in (False, True)
     )
-    assert compiled.plan.compile and not eager.plan.compile
+    assert compiled.plan.compute.compile and not eager.plan.compute.compile
     assert "compile=True," in compiled.source() and "compile" not in eager.source()
-    assert Plan.from_dict(compiled.plan.to_dict()).compile
+    assert Plan.from_dict(compiled.plan.to_dict()).compute.compile
     assert "priced as one kernel" in compiled.explain() and "one kernel" not in eager.explain()
     assert compiled.estimate.step_time_s < eager.estimate.step_time_s

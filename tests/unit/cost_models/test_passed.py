@@ -42,7 +42,11 @@ def sent(program: Program, plan: Plan) -> list[tuple[int, int]]:
     for stage in program.stages[:-1]:
         values = [program.value_info(value) for value in stage.sends]
         sizes = [
-            int(sympy.Mul(*v.shape, v.dtype.itemsize).subs({B: plan.micro_batch, S: plan.sequence // plan.mesh.cp}))
+            int(
+                sympy.Mul(*v.shape, v.dtype.itemsize).subs(
+                    {B: plan.batch.micro_batch, S: plan.batch.sequence // plan.mesh.cp}
+                )
+            )
             // (plan.mesh.tp if v.placement.is_shard else 1)
             for v in values
         ]
@@ -54,9 +58,9 @@ def sent(program: Program, plan: Plan) -> list[tuple[int, int]]:
 def crossing(made: Subject, plan: Plan) -> list[tuple[float, float]]:
     """The same by the cost model."""
     boundaries = boundary_evaluator(costs_of(made.program, plan).passed, (), len(made.program.layer_calls))(
-        plan.micro_batch, plan.sequence // plan.mesh.cp
+        plan.batch.micro_batch, plan.batch.sequence // plan.mesh.cp
     )
-    stops = [stop for _, stop in plan.stages[:-1]]
+    stops = [stop for _, stop in plan.pipeline.stages[:-1]]
     return [(boundaries.values_bytes[stop], boundaries.gradients_bytes[stop]) for stop in stops]
 
 

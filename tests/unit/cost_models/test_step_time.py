@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from autopar.cost_models.hardware import Cluster
 from autopar.cost_models.overlap import gathers, reductions
 from autopar.cost_models.step_time import Estimate, estimate
-from autopar.mesh import Mesh
 from autopar.plan import Plan
 from autopar.recompute import whole_layers
+from autopar.runtime.choices import Mesh
 from tests.unit.cost_models.fabricate import model
 
 times = st.lists(st.floats(0, 10), min_size=1, max_size=8)
@@ -22,7 +22,7 @@ def predict(
 ) -> Estimate:
     defaults: dict[str, object] = {"global_batch": 64, "micro_batch": 1, "sequence": 4096, "stages": stages}
     defaults["schedule"] = "1f1b" if mesh.pp > 1 else "none"
-    plan = Plan(mesh=mesh, **{**defaults, **choices})  # type: ignore[arg-type]
+    plan = Plan.of(mesh=mesh, **{**defaults, **choices})  # type: ignore[arg-type]
     return estimate(model(layers=8, tp=mesh.tp), plan, Cluster(mesh.world_size, gpu))
 
 
@@ -117,14 +117,14 @@ def test_gpipe_holds_all_micro_batches() -> None:
 
 def test_tied_embeddings_on_two_stages_cost_a_copy() -> None:
     stages = ((0, 4), (4, 8))
-    plan = Plan(Mesh(pp=2), 64, 1, 4096, stages, "1f1b")
+    plan = Plan.of(Mesh(pp=2), 64, 1, 4096, stages, "1f1b")
     tied, untied = (estimate(model(layers=8, tied=flag), plan, Cluster(2)) for flag in (True, False))
     assert tied.stages[1].memory[0] == untied.stages[1].memory[0]
     assert "tied gradients" in {term.name for term in tied.step} - {term.name for term in untied.step}
     # The copy is stepped where it lies: the last stage updates as much as if the head were its own.
     updates = [{term.name: term.time_s for term in e.step}["optimizer, gradient norm"] for e in (tied, untied)]
     assert updates[0] == updates[1]
-    whole = estimate(model(layers=8, tied=True), Plan(Mesh(dp=2), 64, 1, 4096, ((0, 8),)), Cluster(2))
+    whole = estimate(model(layers=8, tied=True), Plan.of(Mesh(dp=2), 64, 1, 4096, ((0, 8),)), Cluster(2))
     assert updates[0] > {term.name: term.time_s for term in whole.step}["optimizer, gradient norm"] / 2
 
 

@@ -14,10 +14,10 @@ from autopar.cost_models.hardware import gpu
 from autopar.emit.emission import Predicted
 from autopar.emit.source import model_source
 from autopar.ir.graph import B, Program, S
-from autopar.mesh import Mesh
 from autopar.plan import Plan, Solution
 from autopar.recompute import Again
 from autopar.rules import Axis
+from autopar.runtime.choices import Mesh
 from autopar.search.intra_op import solve
 from autopar.search.layouts import MEGATRON, MEGATRON_SP, Layout, replicated
 from autopar.search.op_costs import TimeCosts
@@ -63,7 +63,7 @@ def emitted(
     else:
         program = _llama(layers) if model == "llama" else _family(model)
     layers = len(program.layer_calls)
-    plan = Plan(
+    plan = Plan.of(
         mesh=Mesh(pp=pp, tp=tp),
         global_batch=8,
         micro_batch=4,

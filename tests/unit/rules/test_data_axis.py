@@ -15,9 +15,9 @@ from autopar.errors import PlanError, TypeCheckError
 from autopar.ir.build import replace_node
 from autopar.ir.graph import Program, node_inputs
 from autopar.ir.ops import COLLECTIVES, is_collective
-from autopar.mesh import Mesh
 from autopar.plan import Plan
 from autopar.rules.data_axis import check_data_axis, data_types
+from autopar.runtime.choices import Mesh
 from tests.models import gpt, layered, llama
 
 
@@ -156,7 +156,7 @@ def test_models_of_independent_samples_are_spread_freely(model: Callable[[], tup
 
 
 def _plan(dp: int = 1, micro_batch: int = 4) -> Plan:
-    return Plan(Mesh(dp=dp), 4, micro_batch, 1, ((0, 1),), precision="fp64")
+    return Plan.of(Mesh(dp=dp), 4, micro_batch, 1, ((0, 1),), precision="fp64")
 
 
 def test_a_plan_that_would_change_the_model_is_refused_with_the_way_out() -> None:

@@ -13,12 +13,12 @@ from autopar.errors import TypeCheckError
 from autopar.ir.build import replace_node
 from autopar.ir.graph import B, Block, Program, Role, S, info, node_inputs, update_info
 from autopar.ir.ops import COLLECTIVES, convert
-from autopar.mesh import Mesh
 from autopar.passes import PASSES
 from autopar.placement import GRAD_PARTIAL, PARTIAL, REPLICATE, Shard, Strategy
 from autopar.plan import Plan
 from autopar.rules import Axis
 from autopar.rules.verify import verify
+from autopar.runtime.choices import Mesh
 from autopar.search.intra_op import solve
 from autopar.search.layouts import MEGATRON, MEGATRON_SP, Layout
 from autopar.search.op_costs import TimeCosts
@@ -32,7 +32,7 @@ def _program(layout: Layout, until: str) -> tuple[Program, Axis]:
     program = gpt()[1]
     axis = Axis("tp", 2, sequence=layout.sequence, values=VALUES)
     solution = solve(program, axis, TimeCosts(gpu("h100-sxm-80gb"), "bf16", 2, VALUES), layout)
-    plan = Plan(Mesh(tp=2), 2, 2, 16, ((0, 3),), precision="fp64", solution=solution)
+    plan = Plan.of(Mesh(tp=2), 2, 2, 16, ((0, 3),), precision="fp64", solution=solution)
     for step in PASSES:
         program = step.apply(program, plan)
         if step.name == until:

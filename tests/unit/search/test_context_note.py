@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from autopar.mesh import Mesh
 from autopar.plan import Plan, Solution
+from autopar.runtime.choices import Mesh
 from autopar.search.context_note import context_note
 from autopar.search.layouts import ALL_GATHER, RING, ULYSSES
 from tests.distributed.test_context import encoder, llama

@@ -19,13 +19,14 @@ from autopar.cost_models.layer_costs import ModelCosts
 from autopar.cost_models.step_time import estimate
 from autopar.errors import InfeasibleError, PlanError
 from autopar.ir.graph import B, S
-from autopar.mesh import Mesh
 from autopar.plan import Plan
+from autopar.runtime.choices import Mesh
 from autopar.search.explain import explain, plan_table
 from autopar.search.layouts import replicated
 from autopar.search.pins import Pins
-from autopar.search.search import SearchResult, search
+from autopar.search.search import SearchResult
 from examples.gpt import GPTConfig, build
+from tests.unit.search.requests import search
 
 SEQUENCE, VOCABULARY, WIDTH = 1024, 50257, 128
 CLUSTER = Cluster(1, "h100-sxm-80gb")
@@ -62,14 +63,14 @@ def term(result: SearchResult, name: str) -> float:
 
 def test_whole_logits_where_they_fit() -> None:
     result = found(80)
-    assert result.chosen.plan.loss_chunks == 1
-    assert term(result, "logits") == result.chosen.plan.micro_batch * LOGITS * 12
+    assert result.chosen.plan.activations.loss_chunks == 1
+    assert term(result, "logits") == result.chosen.plan.batch.micro_batch * LOGITS * 12
 
 
 def test_as_few_slices_as_the_budget_asks_for() -> None:
     """Of 8 samples whole logits take 8 × 618 MB. Their slices are bf16 and fp32 at once, and nothing is kept."""
     result = found(2.5, micro_batch=8)
-    chunks = result.chosen.plan.loss_chunks
+    chunks = result.chosen.plan.activations.loss_chunks
     assert chunks > 1 and term(result, "logits") == pytest.approx(8 * LOGITS * 6 / chunks)
     with pytest.raises(InfeasibleError, match=f"loss_chunks={chunks // 2}"):
         found(2.5, micro_batch=8, loss_chunks=chunks // 2)
@@ -79,14 +80,14 @@ def test_as_few_slices_as_the_budget_asks_for() -> None:
 
 def test_table_and_ledger_say_so() -> None:
     result = found(2.5, micro_batch=8)
-    chunks = result.chosen.plan.loss_chunks
+    chunks = result.chosen.plan.activations.loss_chunks
     assert f"#1: head and loss in {chunks} slices of the vocabulary" in plan_table(result, "GPT", 1)
     assert f"logits, 1/{chunks} at once" in explain(result)
 
 
 def test_pins() -> None:
-    assert found(80, loss_chunks=5).chosen.plan.loss_chunks == 5
-    assert found(80, forbid={"loss_chunks": [1, 2]}).chosen.plan.loss_chunks == 4
+    assert found(80, loss_chunks=5).chosen.plan.activations.loss_chunks == 5
+    assert found(80, forbid={"loss_chunks": [1, 2]}).chosen.plan.activations.loss_chunks == 4
     with pytest.raises(PlanError, match="loss_chunks=0: use a whole number of slices, 1 to 65,536"):
         Pins(loss_chunks=0)
     with pytest.raises(PlanError, match="loss_chunks=2: the loss is no plain sum .*; use loss_chunks=1"):
@@ -119,21 +120,22 @@ def test_more_slices_cost_launches_and_reads_of_the_rows() -> None:
 @pytest.mark.parametrize(("schedule", "in_flight"), [("gpipe", 4), ("1f1b", 1)])
 def test_every_micro_batch_in_flight_keeps_its_logits(schedule: str, in_flight: int) -> None:
     """M1: the last stage of GPipe holds those of all of them, of 1F1B one; in slices none are kept."""
-    plan = Plan(
+    plan = Plan.of(
         Mesh(pp=2), global_batch=4, micro_batch=1, sequence=SEQUENCE, stages=((0, 1), (1, 2)), schedule=schedule
     )
     for chunks, expected in ((1, LOGITS * (4 * in_flight + 8)), (4, LOGITS * 6 / 4)):
-        chosen = {**vars(plan), "loss_chunks": chunks}
-        last = estimate(costs(), Plan(**chosen), Cluster(2, "h100-sxm-80gb")).stages[-1]
+        last = estimate(costs(), plan.changed(loss_chunks=chunks), Cluster(2, "h100-sxm-80gb")).stages[-1]
         assert sum(t.size_bytes for t in last.memory if t.name.startswith("logits")) == pytest.approx(expected)
 
 
 def test_yaml(tmp_path: Any) -> None:
-    plan = Plan(Mesh(), 8, 8, SEQUENCE, ((0, 2),), loss_chunks=4)
+    plan = Plan.of(Mesh(), 8, 8, SEQUENCE, ((0, 2),), loss_chunks=4)
     plan.save(tmp_path / "plan.yaml")
-    assert Plan.load(tmp_path / "plan.yaml").loss_chunks == 4
+    assert Plan.load(tmp_path / "plan.yaml").activations.loss_chunks == 4
     data: Mapping[str, Any] = plan.to_dict()
-    assert Plan.from_dict({key: value for key, value in data.items() if key != "loss_chunks"}).loss_chunks == 1
+    assert (
+        Plan.from_dict({key: value for key, value in data.items() if key != "loss_chunks"}).activations.loss_chunks == 1
+    )
     (tmp_path / "plan.yaml").write_text((tmp_path / "plan.yaml").read_text().replace("chunks: 4", "chunks: many"))
     with pytest.raises(PlanError, match="loss_chunks: 'many' is not a whole number of slices"):
         Plan.load(tmp_path / "plan.yaml")

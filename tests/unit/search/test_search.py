@@ -24,9 +24,10 @@ from autopar.plan import Optimizer, Plan
 from autopar.recompute import Again, again_of, by_layer, whole_layers
 from autopar.search.explain import explain, plan_table
 from autopar.search.pins import Pins, Request
-from autopar.search.search import SearchResult, search
+from autopar.search.search import SearchResult
 from autopar.search.space import Choice, enumerate_space
 from tests.unit.cost_models.fabricate import model
+from tests.unit.search.requests import request, search
 
 LAYERS, SEQUENCE = 4, 2048
 GPUS = ["h100-sxm-80gb", "l40s-48gb"]
@@ -50,7 +51,7 @@ def splits(layers: int, stages: int) -> list[tuple[tuple[int, int], ...]]:
     return [tuple(zip((0, *cut), (*cut, layers), strict=True)) for cut in cuts]
 
 
-def brute_force(price: ModelPrice, choice: Choice, request: Request, hardware: Hardware) -> float:
+def brute_force(price: ModelPrice, choice: Choice, asked: Request, hardware: Hardware) -> float:
     """Seconds of a step, over all recompute sets and all splits, of the plan whose slowest rank takes least."""
     best = (inf, inf, inf)
     seen = set()
@@ -61,21 +62,21 @@ def brute_force(price: ModelPrice, choice: Choice, request: Request, hardware: H
         if shapes in seen or not all(map(two_kinds, shapes)) or (recompute and choice.schedule == "zero-bubble"):
             continue
         seen.add(shapes)
-        plan = Plan(
+        plan = Plan.of(
             choice.mesh,
-            request.global_batch,
-            choice.micro_batch,
+            asked.batch.global_batch,
+            choice.batch.micro_batch,
             SEQUENCE,
             ranges,
             choice.schedule,
-            choice.zero,
+            zero=choice.sharding.zero,
             recompute=recompute,
-            hsdp=choice.hsdp,
-            offload=choice.offload,
+            hsdp=choice.sharding.hsdp,
+            offload=choice.sharding.offload,
         )
         result = estimate_price(price, plan, hardware)
         host_bytes = max(stage.host_bytes for stage in result.stages)
-        if result.peak_bytes <= request.budget_bytes and host_bytes <= host_room_bytes(hardware):
+        if result.peak_bytes <= asked.budget_bytes and host_bytes <= host_room_bytes(hardware):
             slowest_s = max(steady_s(price, plan, hardware))
             best = min(best, (round(slowest_s, 9), result.peak_bytes, result.step_time_s))
     return best[2]
@@ -91,7 +92,7 @@ def two_kinds(shape: StageShape) -> bool:
 
 def steady_s(price: ModelPrice, plan: Plan, hardware: Hardware) -> list[float]:
     """Seconds of one micro-batch on each rank, without what happens once a step."""
-    shapes = [stage_shape(price, start, stop, plan.recompute) for start, stop in plan.stages]
+    shapes = [stage_shape(price, start, stop, plan.activations.recompute) for start, stop in plan.pipeline.stages]
     setting = setting_of(plan, hardware)
     data = [data_time(price, shape, setting) for shape in shapes]
     stages = [
@@ -119,16 +120,17 @@ def test_it_finds_what_brute_force_finds_in_more_spaces(gpus: int, budget_gib: f
 
 def check_against_brute_force(gpus: int, budget_gib: float, classes: int, gpu: str) -> None:
     cluster = Cluster(gpus, gpu)
-    request = Request(8, SEQUENCE, budget_gib * GIB, pins=Pins(forbid={"micro_batch": (8, 4)}))
+    asked = request(8, SEQUENCE, budget_gib * GIB, pins=Pins(forbid={"micro_batch": (8, 4)}))
     models = {tp: [small(tp, classes)] for tp in (1, 2)}
     prices = {
         (tp, price.micro_batch): price
         for tp in models
         for price in price_model(models[tp][0], [1, 2], SEQUENCE, cluster.hardware, "bf16")
     }
-    choices = enumerate_space(request, cluster, LAYERS, [(1, tp) for tp in models], {}).choices
+    choices = enumerate_space(asked, cluster, LAYERS, [(1, tp) for tp in models], {}).choices
     best_s = min(
-        brute_force(prices[choice.mesh.tp, choice.micro_batch], choice, request, cluster.hardware) for choice in choices
+        brute_force(prices[choice.mesh.tp, choice.batch.micro_batch], choice, asked, cluster.hardware)
+        for choice in choices
     )
     try:
         found = search(
@@ -136,14 +138,14 @@ def check_against_brute_force(gpus: int, budget_gib: float, classes: int, gpu: s
             cluster,
             global_batch=8,
             sequence=SEQUENCE,
-            budget_bytes=request.budget_bytes,
-            pins=request.pins,
+            budget_bytes=asked.budget_bytes,
+            pins=asked.pins,
         )
     except InfeasibleError:
         assert best_s == inf
         return
     assert found.chosen.estimate.step_time_s == pytest.approx(best_s, rel=1e-6)
-    assert found.chosen.estimate.peak_bytes <= request.budget_bytes * (1 + 1e-9)
+    assert found.chosen.estimate.peak_bytes <= asked.budget_bytes * (1 + 1e-9)
 
 
 def find(**arguments: object) -> SearchResult:
@@ -191,8 +193,8 @@ def test_pinned_recompute_is_kept() -> None:
     pinned = {"pp": 2, "tp": 2, "dp": 16}
     for recompute, expected in (("none", 0), ("full", 32), (3, 6), ((1, 30), 2)):
         result = find(pins=Pins(recompute=recompute, **pinned))  # type: ignore[arg-type]
-        assert len(by_layer(result.chosen.plan.recompute)) == expected
-    assert result.chosen.plan.recompute == whole_layers((1, 30))
+        assert len(by_layer(result.chosen.plan.activations.recompute)) == expected
+    assert result.chosen.plan.activations.recompute == whole_layers((1, 30))
     # Of the regions those that the layers have; layers of which it is not known that they follow each other, alone.
     for words, what in (
         ("activation", "activation"),
@@ -200,7 +202,7 @@ def test_pinned_recompute_is_kept() -> None:
         ("attention, activation", "activation"),
     ):
         plan = find(pins=Pins(pp=2, tp=2, dp=16, recompute=words)).chosen.plan
-        assert plan.recompute == (Again(0, 32, what),)
+        assert plan.activations.recompute == (Again(0, 32, what),)
 
 
 def test_layers_that_follow_each_other_are_recomputed_in_groups() -> None:
@@ -208,10 +210,10 @@ def test_layers_that_follow_each_other_are_recomputed_in_groups() -> None:
     chained = [replace(model(tp=2), chains=(0,) * 32)]
     pins = Pins(pp=2, tp=2, dp=16, recompute="groups of 5", schedule="1f1b")
     found = search(chained, Cluster(64), global_batch=512, sequence=8192, pins=pins).chosen.plan
-    groups = [(again.start, again.stop) for again in found.recompute if again.group == 5]
-    cut = found.stages[0][1]
+    groups = [(again.start, again.stop) for again in found.activations.recompute if again.group == 5]
+    cut = found.pipeline.stages[0][1]
     assert all((stop - start) % 5 == 0 and (stop <= cut or start >= cut) for start, stop in groups) and len(groups) == 2
-    assert len(by_layer(found.recompute)) == 32
+    assert len(by_layer(found.activations.recompute)) == 32
 
 
 def test_groups_free_what_whole_layers_keep() -> None:
@@ -226,7 +228,7 @@ def test_groups_free_what_whole_layers_keep() -> None:
 
     whole_bytes = found(1e15, "full").chosen.estimate.peak_bytes
     chosen = found(0.8 * whole_bytes, None).chosen
-    assert any(again.group > 1 for again in chosen.plan.recompute)
+    assert any(again.group > 1 for again in chosen.plan.activations.recompute)
     assert chosen.estimate.peak_bytes <= 0.8 * whole_bytes
 
 
@@ -275,7 +277,8 @@ def test_the_table_and_the_ledger() -> None:
 
 def test_a_model_without_a_sequence_counts_samples() -> None:
     result = find(budget_bytes=40 * GIB)
-    images = replace(result, request=replace(result.request, sequence=1))
+    batch = replace(result.request.batch, sequence=1)
+    images = replace(result, request=replace(result.request, batch=batch))
     table = plan_table(images, "ViT", 86_000_000)
     assert "512 samples a step" in table and "samples/s/GPU" in table and "tokens" not in table
 
@@ -284,14 +287,14 @@ def test_offload_is_chosen_where_nothing_else_fits() -> None:
     """Llama-3-8B on one GPU of 80 GB: 18 bytes a parameter are 145 GB; the bf16 copy alone is 16."""
     one = {"global_batch": 4, "sequence": 2048}
     result = search(llama((1,)), Cluster(1), **one)  # type: ignore[arg-type]
-    assert result.chosen.plan.offload and result.chosen.plan.zero >= 1
+    assert result.chosen.plan.sharding.offload and result.chosen.plan.sharding.zero >= 1
     assert "offload" in plan_table(result, "Llama", 8_030_261_248) and "host: master weights" in explain(result)
     with pytest.raises(InfeasibleError, match="no plan fits 79.1 GiB a GPU with offload=False"):
         search(llama((1,)), Cluster(1), pins=Pins(offload=False), **one)  # type: ignore[arg-type]
 
 
 def test_offload_is_not_chosen_where_there_is_room() -> None:
-    assert not any(candidate.plan.offload for candidate in find().best)
+    assert not any(candidate.plan.sharding.offload for candidate in find().best)
 
 
 def test_the_host_s_memory_is_a_constraint_too() -> None:
@@ -305,5 +308,5 @@ def test_groups_of_hsdp_are_found_and_pinned() -> None:
     pinned = {"pp": 1, "tp": 1, "dp": 64, "zero": 3}
     result = find(pins=Pins(**pinned))  # type: ignore[arg-type]
     ways = {hsdp: find(pins=Pins(hsdp=hsdp, **pinned)).chosen for hsdp in (8, 16, 64)}  # type: ignore[arg-type]
-    assert {hsdp: way.plan.hsdp for hsdp, way in ways.items()} == {8: 8, 16: 16, 64: None}
+    assert {hsdp: way.plan.sharding.hsdp for hsdp, way in ways.items()} == {8: 8, 16: 16, 64: None}
     assert result.chosen.estimate.step_time_s <= min(way.estimate.step_time_s for way in ways.values())

@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from autopar.cost_models.hardware import Cluster
 from autopar.errors import PlanError
-from autopar.mesh import Mesh
 from autopar.rules.coupling import Coupling
-from autopar.schedules import SCHEDULES, why_not, why_not_split
-from autopar.search.pins import Pins, Request
+from autopar.runtime.choices import SCHEDULES, Mesh
+from autopar.schedules import why_not, why_not_split
+from autopar.search.pins import Pins
 from autopar.search.space import Space, enumerate_space
+from tests.unit.search.requests import request
 
 SOLVED = [(1, 1), (1, 2), (1, 4), (1, 8)]  # cp, tp
 
 
-def space(gpus: int = 8, batch: int = 16, layers: int = 4, **pins: object) -> Space:
-    request = Request(batch, 128, 1e12, pins=Pins(**pins))  # type: ignore[arg-type]
-    return enumerate_space(request, Cluster(gpus), layers, SOLVED, {"tp=3": "4 heads"})
+def space(gpus: int = 8, batch: int = 16, layers: int = 4, **pins: Any) -> Space:
+    asked = request(batch, 128, 1e12, pins=Pins(**pins))
+    return enumerate_space(asked, Cluster(gpus), layers, SOLVED, {"tp=3": "4 heads"})
 
 
 def test_every_choice_is_legal() -> None:
     for choice in space().choices:
         mesh = choice.mesh
         assert mesh.world_size <= 8 and mesh.pp <= 4
-        assert choice.micro_batch * choice.micro_batches * mesh.dp == 16
+        assert choice.batch.micro_batch * choice.micro_batches * mesh.dp == 16
         assert choice.schedule == "none" if mesh.pp == 1 else choice.schedule in SCHEDULES[1:]
         assert not why_not(choice.schedule, mesh.pp, choice.virtual_stages, choice.micro_batches)
-        assert not why_not_split(choice.schedule, choice.zero, recompute=False)
+        assert not why_not_split(choice.schedule, choice.sharding.zero, recompute=False)
         assert mesh.pp * choice.virtual_stages <= 4
         assert choice.schedule != "1f1b" or choice.micro_batches >= mesh.pp
-        assert choice.zero == 0 or mesh.dp > 1 or choice.offload
-        assert choice.zero > 0 or not choice.offload
+        assert choice.sharding.zero == 0 or mesh.dp > 1 or choice.sharding.offload
+        assert choice.sharding.zero > 0 or not choice.sharding.offload
 
 
 def test_reasons_are_named() -> None:
@@ -44,7 +47,7 @@ def test_reasons_are_named() -> None:
 
 def test_pins_and_bans_restrict() -> None:
     assert {choice.mesh for choice in space(pp=2, tp=2, dp=2).choices} == {Mesh(pp=2, dp=2, tp=2)}
-    assert {choice.zero for choice in space(zero=2).choices} == {2}
+    assert {choice.sharding.zero for choice in space(zero=2).choices} == {2}
     banned = space(forbid={"schedule": ("gpipe",), "pp": (4,)}).choices
     assert {choice.schedule for choice in banned} == {"none", "1f1b", "interleaved", "zero-bubble"}
     assert {choice.virtual_stages for choice in space(schedule="interleaved").choices} == {2}
@@ -77,15 +80,15 @@ def test_pins_and_bans_restrict() -> None:
         ({"micro_batch": 0}, "micro_batch=0: use a whole number of samples, 1 to"),
     ],
 )
-def test_errors_carry_the_arithmetic_and_the_way_out(arguments: dict[str, object], message: str) -> None:
+def test_errors_carry_the_arithmetic_and_the_way_out(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        space(**arguments)  # type: ignore[arg-type]
+        space(**arguments)
 
 
-def coupled(replicas: bool, **pins: object) -> Space:
+def coupled(replicas: bool, **pins: Any) -> Space:
     coupling = Coupling("loss couples samples at model.py:7", "    > norm(x)", replicas)
-    request = Request(16, 128, 1e12, pins=Pins(**pins), coupling=coupling)  # type: ignore[arg-type]
-    return enumerate_space(request, Cluster(8), 4, SOLVED, {})
+    asked = request(16, 128, 1e12, pins=Pins(**pins), coupling=coupling)
+    return enumerate_space(asked, Cluster(8), 4, SOLVED, {})
 
 
 def test_coupled_samples_stay_in_one_micro_batch() -> None:
@@ -105,16 +108,16 @@ def test_pins_that_would_split_coupled_samples_are_refused_with_the_graph() -> N
 
 
 def test_groups_of_hsdp_are_nodes_and_for_zero_3_several() -> None:
-    request = Request(96, 128, 1e12, pins=Pins(pp=1, tp=1, dp=48, micro_batch=1))
-    found = enumerate_space(request, Cluster(48), 4, [(1, 1)], {}).choices
-    groups = {zero: {choice.hsdp for choice in found if choice.zero == zero} for zero in (0, 1, 3)}
+    asked = request(96, 128, 1e12, pins=Pins(pp=1, tp=1, dp=48, micro_batch=1))
+    found = enumerate_space(asked, Cluster(48), 4, [(1, 1)], {}).choices
+    groups = {zero: {choice.sharding.hsdp for choice in found if choice.sharding.zero == zero} for zero in (0, 1, 3)}
     assert groups == {0: {None}, 1: {None, 8}, 3: {None, 8, 16, 24}}
 
 
 def test_a_pinned_group_is_any_that_divides() -> None:
     found = space(48, 96, hsdp=3, dp=48, pp=1, tp=1).choices
-    assert {choice.hsdp for choice in found} == {3} and all(choice.zero for choice in found)
-    assert {choice.hsdp for choice in space(48, 96, hsdp=48, dp=48).choices} == {None}
+    assert {choice.sharding.hsdp for choice in found} == {3} and all(choice.sharding.zero for choice in found)
+    assert {choice.sharding.hsdp for choice in space(48, 96, hsdp=48, dp=48).choices} == {None}
 
 
 @pytest.mark.parametrize(
@@ -126,6 +129,6 @@ def test_a_pinned_group_is_any_that_divides() -> None:
         ({"hsdp": 0}, "hsdp=0: use a whole number of ranks"),
     ],
 )
-def test_pins_of_sharding_that_cannot_be(pins: dict[str, object], message: str) -> None:
+def test_pins_of_sharding_that_cannot_be(pins: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        space(**pins)  # type: ignore[arg-type]
+        space(**pins)

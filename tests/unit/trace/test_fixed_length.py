@@ -15,7 +15,7 @@ import autopar
 from autopar.api import Parallelized
 from autopar.errors import PlanError
 from autopar.ir.graph import B, info
-from autopar.mesh import Mesh
+from autopar.runtime.choices import Mesh
 from autopar.search.job import cp_sizes
 from autopar.search.pins import Pins
 from autopar.trace.export import trace
@@ -73,13 +73,14 @@ def test_cp_is_refused() -> None:
         planned(dp=1, cp=2)
     with pytest.raises(PlanError, match="attention='ring' would cut the sequence.*" + LINE):
         planned(attention="ring")
-    few = replace(planned().job, global_batch=1, sequence=1 << 20)
+    job = planned().job
+    few = replace(job, batch=replace(job.batch, global_batch=1, sequence=1 << 20))
     assert cp_sizes(planned().program, few, Pins()) == [1], "it is not looked at unasked"
 
 
 def test_a_plan_that_was_edited_is_refused() -> None:
     result = planned()
     with pytest.raises(PlanError, match="sequence=16: use 8.*" + LINE):
-        result.source(replace(result.plan, sequence=16))
+        result.source(result.plan.changed(sequence=16))
     with pytest.raises(PlanError, match="cp=2 would cut the sequence.*" + LINE):
-        result.source(replace(result.plan, mesh=Mesh(cp=2)))
+        result.source(result.plan.changed(mesh=Mesh(cp=2)))

@@ -71,7 +71,7 @@ def test_other_multiples_are_refused() -> None:
     with pytest.raises(PlanError, match=r"sequence=10: 10 is not divisible by 4, .* use 8 or 12"):
         illegal_sizes(traced("patches"), job, Pins())
     with pytest.raises(PlanError, match="10 is not divisible by 4"):
-        illegal_sizes(traced("patches"), replace(job, sequence=12, padded_from=10), Pins())
+        illegal_sizes(traced("patches"), replace(job, batch=replace(job.batch, sequence=12, padded_from=10)), Pins())
     check_multiple(4, "sequence=12", 12)
     with pytest.raises(PlanError, match=r"3 is not divisible by 4, .* use 4"):
         check_multiple(4, "sequence=3", 3)
@@ -130,4 +130,4 @@ class Deep(models.CausalBuffer):
 
 def test_deep_models_of_another_length() -> None:
     result = parallelize(Deep(), 1, gpu="cpu", inputs=models.LM, global_batch=2)
-    assert result.program.sequence_range == (2, 8) and result.job.sequence == 8
+    assert result.program.sequence_range == (2, 8) and result.job.batch.sequence == 8

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.ir.graph import BETWEEN, EPILOGUE, PROLOGUE, TABLES, Role, info
-from autopar.mesh import Mesh
 from autopar.passes.split_stages import SplitStages
 from autopar.plan import Plan
+from autopar.runtime.choices import Mesh
 from autopar.trace.lists import layer_lists, layer_path
 from tests import models, zoo
 
@@ -231,7 +231,7 @@ def test_values_travel_over_stages() -> None:
     x = torch.zeros(2, 8, device="meta")
     program = models.layered(ReadLater(), {"x": x, "target": x})
     count = len(program.layer_calls)
-    plan = Plan(Mesh(pp=3), 4, 1, 1, ((0, 2), (2, count - 1), (count - 1, count)), "1f1b")
+    plan = Plan.of(Mesh(pp=3), 4, 1, 1, ((0, 2), (2, count - 1), (count - 1, count)), "1f1b")
     stages = SplitStages().apply(program, plan).stages
     carried = set(stages[0].sends) & set(stages[1].sends)
     shapes = sorted(str(program.value_info(value).shape) for value in carried)
