@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -100,7 +101,7 @@ def parallelize(
     check_choices(chosen, job.cluster, sequence=job.batch.tokens, **together)
     check_positions(job.model, job.inputs, job.batch.sequence, asked_length(job.batch))
     with progress(f"tracing {job.name}") as so_far, layers_watched(type(job.model), so_far.at_layer):
-        program = prepare(job.model, job.inputs, job.compute.precision, job.batch_norm)
+        program = prepare(job.model, job.inputs, job.compute.precision, job.batch_norm, dump_folder())
     check_layers(program, job, chosen)
     illegal = illegal_sizes(program, job, chosen)
     if job.batch.padded:
@@ -188,7 +189,9 @@ class Parallelized:
         return self._source(plan, b"")
 
     def _source(self, plan: Plan, opaque: bytes) -> str:
-        return model_source(compile_program(self.program, plan), plan, self._predicted(plan), str(self), opaque)
+        return model_source(
+            compile_program(self.program, plan, dump_folder()), plan, self._predicted(plan), str(self), opaque
+        )
 
     def save(self, folder: str | Path, plan: Plan | None = None, *, overwrite: bool | Collection[str] = False) -> Path:
         """Write the program: model.py, train.py, runtime/, plan.yaml, weights and launch files.
@@ -255,6 +258,12 @@ class Parallelized:
         if plan != self.plan:
             return Predicted(flops_per_step=3 * flops, peak_flops=peak, unit=unit)
         return Predicted(estimate.step_time_s, 3 * flops, peak, estimate.peak_bytes, estimate.mfu, unit)
+
+
+def dump_folder() -> Path | None:
+    """Where the program is written after each pass, if anywhere."""
+    folder = os.environ.get("AUTOPAR_DUMP")
+    return Path(folder) if folder else None
 
 
 def make_pins(pins: Mapping[str, Any]) -> Pins:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -19,12 +18,10 @@ from .ir.lengths import check_multiple
 from .ir.text import program_text
 from .ir.units import read_elsewhere
 from .passes import CONTEXT, HEADS, PASSES, PREPARE, Pass
-from .passes.insert_conversions import InsertConversions
-from .passes.shard_parameters import ShardParameters
 from .plan import Plan, Solution
 from .rendezvous import deadlock, posts
 from .rules import Axis
-from .rules.data_axis import check_data_axis, data_types
+from .rules.data_axis import data_types
 from .rules.padding import padding_of
 from .rules.verify import verify
 from .runtime.choices import Batch, Mesh
@@ -36,28 +33,32 @@ from .trace.repeats import NotRepeatedError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
-_TYPED_FROM, _CONVERTED_FROM = "shard_parameters", "insert_conversions"
-_DATA_CONVERTED_FROM = "insert_data_conversions"
 
-
-def prepare(model: nn.Module, inputs: Mapping[str, Any], precision: str, batch_norm: str = "refuse") -> Program:
+def prepare(
+    model: nn.Module, inputs: Mapping[str, Any], precision: str, batch_norm: str = "refuse", dump: Path | None = None
+) -> Program:
     """Trace a model in the compute dtype, run PREPARE, and cut it into layers."""
     try:
-        return _layers(model, inputs, precision, batch_norm, fold=True)
+        return _layers(model, inputs, precision, batch_norm, True, dump)
     except NotRepeatedError:
-        return _layers(model, inputs, precision, batch_norm, fold=False)
+        return _layers(model, inputs, precision, batch_norm, False, dump)
 
 
-def _layers(model: nn.Module, inputs: Mapping[str, Any], precision: str, batch_norm: str, fold: bool) -> Program:
+def _layers(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    precision: str,
+    batch_norm: str,
+    fold: bool,
+    dump: Path | None = None,
+) -> Program:
     with traceable(model, inputs):
         program = trace(model, inputs, DTYPES[precision], fold, batch_norm)
-    for step in PREPARE:
-        program = step.apply(program, None)
-    return split_layers(program, class_names(model))
+    return split_layers(run(PREPARE, program, dump=dump), class_names(model))
 
 
-def compile_program(program: Program, plan: Plan) -> Program:
-    """Run CONTEXT and PASSES in order, type-checking after each. With AUTOPAR_DUMP=dir each result is written there."""
+def compile_program(program: Program, plan: Plan, dump: Path | None = None) -> Program:
+    """Run CONTEXT and PASSES in order."""
     if coupling := data_types(program).coupling:
         coupling.check(plan)
     if fixed := program.fixed_length:
@@ -66,19 +67,9 @@ def compile_program(program: Program, plan: Plan) -> Program:
     check_multiple(program.sequence_multiple, f"sequence={plan.batch.sequence}", plan.batch.sequence, plan.batch.tokens)
     if plan.batch.padded:
         program = replace(program, padding=padding_of(program, plan.batch.tokens, plan.batch.sequence))
-    program = cut_sequence(program, plan)
-    axis = Axis(
-        "tp", plan.mesh.tp, sequence=True, values={B: plan.batch.micro_batch, S: plan.batch.sequence // plan.mesh.cp}
-    )
-    done: set[str] = set()
-    for number, step in enumerate(PASSES, 1 + len(CONTEXT) * (plan.mesh.cp > 1)):
-        before, program = program, step.apply(program, plan)
-        done.add(step.name)
-        if _TYPED_FROM in done:
-            verify(program, axis, converted=_CONVERTED_FROM in done)
-        if _DATA_CONVERTED_FROM in done and plan.mesh.dp > 1:
-            check_data_axis(program)
-        _dump(number, step, before, program)
+    program = cut_sequence(program, plan, dump)
+    values = {B: plan.batch.micro_batch, S: plan.batch.sequence // plan.mesh.cp}
+    program = run(PASSES, program, plan, Axis("tp", plan.mesh.tp, sequence=True, values=values), dump)
     _check_units(program, plan)
     _check_transfers(program, plan)
     return program
@@ -93,21 +84,42 @@ def sequence_only(program: Program, cp: int, tp: int, batch: Batch, context: str
 
 def with_heads(program: Program, plan: Plan) -> Program:
     """The program on which the placements over cp are solved: with as many K/V heads as the plan's layout wants."""
-    for step in HEADS:
-        program = step.apply(program, plan)
-    return program
+    return run(HEADS, program, plan)
 
 
-def cut_sequence(program: Program, plan: Plan) -> Program:
+def cut_sequence(program: Program, plan: Plan, dump: Path | None = None) -> Program:
     """The program of one rank of cp, on which the placements over tp are solved."""
+    if plan.mesh.cp == 1:
+        return program
     values = {B: plan.batch.micro_batch, S: plan.batch.sequence}
     axis = context_axis(program, plan.mesh.cp, values, plan.context.name, plan.mesh.tp)
-    for number, step in enumerate(CONTEXT if axis.size > 1 else (), 1):
+    return run(CONTEXT, program, plan, axis, dump)
+
+
+def run(
+    passes: Iterable[Pass],
+    program: Program,
+    plan: Plan | None = None,
+    axis: Axis | None = None,
+    dump: Path | None = None,
+) -> Program:
+    """Each pass in turn, and the checks of what it leaves; with the folder `dump` each result is written there."""
+    for step in passes:
         before, program = program, step.apply(program, plan)
-        if isinstance(step, ShardParameters | InsertConversions):
-            verify(program, axis, converted=isinstance(step, InsertConversions))
-        _dump(number, step, before, program)
+        verify(program, step.leaves, axis, 1 if plan is None else plan.mesh.dp)
+        if dump is not None:
+            _dump(dump, step, before, program)
     return program
+
+
+def _dump(folder: Path, step: Pass, before: Program, after: Program) -> None:
+    counts = [Counter(str(node.target) for _, node in program.each_op()) for program in (before, after)]
+    added, removed = counts[1] - counts[0], counts[0] - counts[1]
+    difference = [f"+{n} {op}" for op, n in added.items()] + [f"-{n} {op}" for op, n in removed.items()]
+    text = f"# after {step.name}: {', '.join(difference) or 'ops unchanged'}\n\n{program_text(after)}"
+    folder.mkdir(parents=True, exist_ok=True)
+    number = 1 + (*PREPARE, *CONTEXT, *PASSES).index(step)
+    (folder / f"{number:02d}_{step.name}.txt").write_text(text)
 
 
 def _check_units(program: Program, plan: Plan) -> None:
@@ -134,15 +146,3 @@ def _check_transfers(program: Program, plan: Plan) -> None:
     stuck = deadlock(posts(plan.pipeline.schedule, pp, plan.accumulation, plan.virtual_stages, links), pp)
     if stuck:
         raise PlanError(f"schedule={plan.pipeline.schedule!r} with stages {plan.pipeline.stages} cannot end: {stuck}")
-
-
-def _dump(number: int, step: Pass, before: Program, after: Program) -> None:
-    folder = os.environ.get("AUTOPAR_DUMP")
-    if not folder:
-        return
-    counts = [Counter(str(node.target) for _, node in program.each_op()) for program in (before, after)]
-    added, removed = counts[1] - counts[0], counts[0] - counts[1]
-    difference = [f"+{n} {op}" for op, n in added.items()] + [f"-{n} {op}" for op, n in removed.items()]
-    text = f"# after {step.name}: {', '.join(difference) or 'ops unchanged'}\n\n{program_text(after)}"
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    (Path(folder) / f"{number:02d}_{step.name}.txt").write_text(text)

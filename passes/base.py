@@ -6,6 +6,7 @@ from typing import ClassVar, Protocol
 
 from autopar.ir.graph import Program
 from autopar.plan import Plan
+from autopar.rules.verify import Level
 
 
 class Pass(Protocol):
@@ -15,5 +16,6 @@ class Pass(Protocol):
     """
 
     name: ClassVar[str]
+    leaves: ClassVar[Level]  # as what it leaves the program: so it is checked
 
     def apply(self, program: Program, plan: Plan | None) -> Program: ...

@@ -9,6 +9,7 @@ from autopar.errors import PlanError
 from autopar.ir.graph import EPILOGUE, Program
 from autopar.ir.heads import find_heads, why_no_head, with_chunks
 from autopar.plan import Plan
+from autopar.rules.verify import Level
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class ChunkLoss:
     """
 
     name: ClassVar[str] = "chunk_loss"
+    leaves: ClassVar[Level] = Level.SPREAD
 
     def apply(self, program: Program, plan: Plan | None) -> Program:
         assert plan is not None

@@ -12,6 +12,7 @@ from torch import fx
 from autopar.ir.build import call, eliminate_dead, replace_node
 from autopar.ir.graph import MODEL, Program, arguments, info
 from autopar.plan import Plan
+from autopar.rules.verify import Level
 
 aten = torch.ops.aten
 
@@ -50,6 +51,7 @@ class Clean:
     """
 
     name: ClassVar[str] = "clean"
+    leaves: ClassVar[Level] = Level.TRACED
 
     def apply(self, program: Program, plan: Plan | None) -> Program:
         program = program.copy_blocks()

@@ -17,6 +17,7 @@ from autopar.placement import Shard
 from autopar.plan import Plan, asked_length, lengths_that_work
 from autopar.rules.arguments import option
 from autopar.rules.attention import is_causal, is_zigzag
+from autopar.rules.verify import Level
 from autopar.runtime.choices import Batch
 from autopar.runtime.tiles import Layout, hops
 
@@ -38,6 +39,7 @@ class CutSequence:
     """
 
     name: ClassVar[str] = "cut_sequence"
+    leaves: ClassVar[Level] = Level.TRACED
 
     def apply(self, program: Program, plan: Plan | None) -> Program:
         assert plan is not None

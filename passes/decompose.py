@@ -15,6 +15,7 @@ from autopar.ir.build import call, eliminate_dead, replace_node
 from autopar.ir.graph import MODEL, Program, arguments, info, op_name
 from autopar.ir.results import RESULTS
 from autopar.plan import Plan
+from autopar.rules.verify import Level
 
 aten = torch.ops.aten
 
@@ -32,6 +33,7 @@ class Decompose:
     """
 
     name: ClassVar[str] = "decompose"
+    leaves: ClassVar[Level] = Level.TRACED
 
     def apply(self, program: Program, plan: Plan | None) -> Program:
         program = program.copy_blocks()

@@ -8,6 +8,7 @@ from typing import ClassVar
 from autopar.ir.build import eliminate_dead
 from autopar.ir.graph import Program, Role
 from autopar.plan import Plan
+from autopar.rules.verify import Level
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class EliminateDeadCode:
     """
 
     name: ClassVar[str] = "eliminate_dead_code"
+    leaves: ClassVar[Level] = Level.LOWERED
 
     def apply(self, program: Program, plan: Plan | None) -> Program:
         program = program.copy_blocks()

@@ -14,6 +14,7 @@ from autopar.ir.build import call, eliminate_dead, replace_node
 from autopar.ir.graph import MODEL, Program, arguments, info, node_inputs
 from autopar.plan import Plan
 from autopar.rules import views
+from autopar.rules.verify import Level
 
 from .islands import is_half
 
@@ -45,6 +46,7 @@ class FitLiterals:
     """
 
     name: ClassVar[str] = "fit_literals"
+    leaves: ClassVar[Level] = Level.TRACED
 
     def apply(self, program: Program, plan: Plan | None) -> Program:
         program = program.copy_blocks()

@@ -12,6 +12,7 @@ from autopar.ir.build import eliminate_dead
 from autopar.ir.graph import Program, arguments, info, node_inputs
 from autopar.plan import Plan
 from autopar.rules.arguments import option
+from autopar.rules.verify import Level
 
 aten = torch.ops.aten
 
@@ -28,6 +29,7 @@ class GroupHeads:
     """
 
     name: ClassVar[str] = "group_heads"
+    leaves: ClassVar[Level] = Level.TRACED
 
     def apply(self, program: Program, plan: Plan | None) -> Program:
         assert plan is not None

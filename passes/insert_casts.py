@@ -11,6 +11,7 @@ from torch import fx
 from autopar.ir.graph import B, Program, info, node_inputs
 from autopar.plan import Plan
 from autopar.rules.losses import is_raised_loss
+from autopar.rules.verify import Level
 
 from .islands import Islands, is_half
 
@@ -31,6 +32,7 @@ class InsertCasts:
     """
 
     name: ClassVar[str] = "insert_casts"
+    leaves: ClassVar[Level] = Level.SPREAD
 
     def apply(self, program: Program, plan: Plan | None) -> Program:
         program = program.copy_blocks()

@@ -16,6 +16,7 @@ from autopar.ir.ops import convert
 from autopar.ir.share import Share
 from autopar.placement import PARTIAL, REPLICATE, Placement, Shard, Strategy
 from autopar.plan import Plan
+from autopar.rules.verify import Level
 
 aten = torch.ops.aten
 
@@ -47,6 +48,7 @@ class InsertConversions:
     """
 
     name: ClassVar[str] = "insert_conversions"
+    leaves: ClassVar[Level] = Level.CONVERTED
     axis: str = "tp"
 
     def apply(self, program: Program, plan: Plan | None) -> Program:

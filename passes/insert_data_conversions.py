@@ -14,6 +14,7 @@ from autopar.ir.ops import convert
 from autopar.placement import Placement, Strategy
 from autopar.plan import Plan
 from autopar.rules.data_axis import AXIS, becomes_share, data_types
+from autopar.rules.verify import Level
 
 from .insert_conversions import map_operands
 
@@ -34,6 +35,7 @@ class InsertDataConversions:
     """
 
     name: ClassVar[str] = "insert_data_conversions"
+    leaves: ClassVar[Level] = Level.SPREAD
 
     def apply(self, program: Program, plan: Plan | None) -> Program:
         assert plan is not None

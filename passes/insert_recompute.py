@@ -15,6 +15,7 @@ from autopar.plan import Plan
 from autopar.recompute import Again, by_layer, regions_of
 from autopar.rules.regions import Region, find_regions, gathered_order
 from autopar.rules.saved import Saved
+from autopar.rules.verify import Level
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class InsertRecompute:
     """
 
     name: ClassVar[str] = "insert_recompute"
+    leaves: ClassVar[Level] = Level.TYPED
 
     def apply(self, program: Program, plan: Plan | None) -> Program:
         assert plan is not None

@@ -9,6 +9,7 @@ from autopar.ir.graph import Program, arguments
 from autopar.ir.ops import COLLECTIVES, convert
 from autopar.placement import Placement, conversion
 from autopar.plan import Plan
+from autopar.rules.verify import Level
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class LowerConversions:
     """
 
     name: ClassVar[str] = "lower_conversions"
+    leaves: ClassVar[Level] = Level.LOWERED
 
     def apply(self, program: Program, plan: Plan | None) -> Program:
         program = program.copy_blocks()

@@ -16,6 +16,7 @@ from autopar.plan import Plan
 from autopar.rules.arguments import option
 from autopar.rules.losses import MEAN, SUM, terms
 from autopar.rules.losses import RULES as LOSSES
+from autopar.rules.verify import Level
 
 aten = torch.ops.aten
 
@@ -47,6 +48,7 @@ class NormalizeLoss:
     """
 
     name: ClassVar[str] = "normalize_loss"
+    leaves: ClassVar[Level] = Level.TRACED
 
     def apply(self, program: Program, plan: Plan | None) -> Program:
         program = program.copy_blocks()

@@ -13,6 +13,7 @@ from autopar.ir.graph import MODEL, Program, Role, arguments, info, node_inputs
 from autopar.ir.results import RESULT_OF
 from autopar.plan import Plan
 from autopar.rules.arguments import option
+from autopar.rules.verify import Level
 
 from .islands import Islands, is_half
 
@@ -40,6 +41,7 @@ class RaiseIslands:
     """
 
     name: ClassVar[str] = "raise_islands"
+    leaves: ClassVar[Level] = Level.TRACED
 
     def apply(self, program: Program, plan: Plan | None) -> Program:
         program = program.copy_blocks()

@@ -13,6 +13,7 @@ from autopar.ir.graph import MODEL, Program, info, update_info
 from autopar.ir.masks import causal_mask, hides_nothing
 from autopar.plan import Plan
 from autopar.rules.arguments import option
+from autopar.rules.verify import Level
 
 aten = torch.ops.aten
 
@@ -32,6 +33,7 @@ class ReadMasks:
     """
 
     name: ClassVar[str] = "read_masks"
+    leaves: ClassVar[Level] = Level.TRACED
 
     def apply(self, program: Program, plan: Plan | None) -> Program:
         program = program.copy_blocks()

@@ -12,6 +12,7 @@ from torch import fx
 from autopar.ir.build import call, eliminate_dead, replace_node
 from autopar.ir.graph import MODEL, Program, Shape, arguments, info
 from autopar.plan import Plan
+from autopar.rules.verify import Level
 
 aten = torch.ops.aten
 
@@ -27,6 +28,7 @@ class ReadPositions:
     """
 
     name: ClassVar[str] = "read_positions"
+    leaves: ClassVar[Level] = Level.TRACED
 
     def apply(self, program: Program, plan: Plan | None) -> Program:
         program = program.copy_blocks()

@@ -11,6 +11,7 @@ from torch import fx
 
 from autopar.ir.graph import Program, Role, info, node_inputs, set_info
 from autopar.plan import Plan
+from autopar.rules.verify import Level
 
 aten = torch.ops.aten
 
@@ -25,6 +26,7 @@ class RepeatHeads:
     """
 
     name: ClassVar[str] = "repeat_heads"
+    leaves: ClassVar[Level] = Level.TRACED
 
     def apply(self, program: Program, plan: Plan | None) -> Program:
         assert plan is not None

@@ -9,6 +9,7 @@ from autopar.errors import PlanError
 from autopar.ir.graph import Program, node_inputs, update_info
 from autopar.placement import REPLICATE, Strategy
 from autopar.plan import Plan
+from autopar.rules.verify import Level
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class ShardParameters:
     """
 
     name: ClassVar[str] = "shard_parameters"
+    leaves: ClassVar[Level] = Level.TYPED
     axis: str = "tp"
 
     def apply(self, program: Program, plan: Plan | None) -> Program:

@@ -14,6 +14,7 @@ from autopar.ir.build import call, eliminate_dead
 from autopar.ir.graph import MODEL, Block, Program, Role, info, node_inputs
 from autopar.plan import Plan
 from autopar.rules.arguments import option
+from autopar.rules.verify import Level
 from autopar.trace.lists import LayerLists, layer_lists
 from autopar.trace.repeats import REPEAT
 
@@ -38,6 +39,7 @@ class ShareMasks:
     """
 
     name: ClassVar[str] = "share_masks"
+    leaves: ClassVar[Level] = Level.TRACED
 
     def apply(self, program: Program, plan: Plan | None) -> Program:
         program = program.copy_blocks()

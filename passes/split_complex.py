@@ -13,6 +13,7 @@ from torch import fx
 from autopar.ir.build import call, eliminate_dead, replace_node
 from autopar.ir.graph import MODEL, Program, Shape, arguments, info
 from autopar.plan import Plan
+from autopar.rules.verify import Level
 
 aten = torch.ops.aten
 _Pairs = Mapping[fx.Node, fx.Node]
@@ -31,6 +32,7 @@ class SplitComplex:
     """
 
     name: ClassVar[str] = "split_complex"
+    leaves: ClassVar[Level] = Level.TRACED
 
     def apply(self, program: Program, plan: Plan | None) -> Program:
         used = [node for _, node in program.each_op() if _touches_complex(node)]

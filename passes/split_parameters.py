@@ -12,6 +12,7 @@ from autopar.errors import PlanError
 from autopar.ir.build import eliminate_dead, replace_node
 from autopar.ir.graph import MODEL, Fused, Program, Role, TensorInfo, arguments, info, set_info
 from autopar.plan import Plan
+from autopar.rules.verify import Level
 
 aten = torch.ops.aten
 
@@ -27,6 +28,7 @@ class SplitParameters:
     """
 
     name: ClassVar[str] = "split_parameters"
+    leaves: ClassVar[Level] = Level.TRACED
 
     def apply(self, program: Program, plan: Plan | None) -> Program:
         program = program.copy_blocks()

@@ -12,6 +12,7 @@ from torch import fx
 from autopar.ir.build import call, eliminate_dead, replace_node
 from autopar.ir.graph import MODEL, Program, Role, Shape, arguments, info
 from autopar.plan import Plan
+from autopar.rules.verify import Level
 
 aten = torch.ops.aten
 _RANGE = tuple[int, int]
@@ -31,6 +32,7 @@ class SplitProjections:
     """
 
     name: ClassVar[str] = "split_projections"
+    leaves: ClassVar[Level] = Level.TRACED
 
     def apply(self, program: Program, plan: Plan | None) -> Program:
         program = program.copy_blocks()

@@ -9,6 +9,7 @@ from typing import ClassVar
 from autopar.errors import PlanError
 from autopar.ir.graph import TABLES, Program, Stage
 from autopar.plan import Plan
+from autopar.rules.verify import Level
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class SplitStages:
     """
 
     name: ClassVar[str] = "split_stages"
+    leaves: ClassVar[Level] = Level.TRACED
 
     def apply(self, program: Program, plan: Plan | None) -> Program:
         assert plan is not None

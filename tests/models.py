@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from autopar.compiler import run
 from autopar.ir.graph import NodeInfo, Program
 from autopar.passes import PREPARE
 from autopar.placement import Placement, Strategy
@@ -30,9 +31,7 @@ def prepare(model: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype = to
     """The program of one block, traced and run through PREPARE; batch norm synchronised."""
     with traceable(model, inputs):
         program = trace(model, inputs, dtype, batch_norm="synchronise")
-    for step in PREPARE:
-        program = step.apply(program, None)
-    return program
+    return run(PREPARE, program)
 
 
 def layered(model: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype = torch.float64) -> Program:

@@ -1,38 +1,75 @@
 """The type check: a program's placements against the rules, so that a wrong or missing collective is an error.
 
-Run after every pass. Each level of a program has its checks:
-
-    traced    every node has a shape and a dtype; no block reads what nothing gives
-    typed     every node has a strategy of its rule
-    converted every operand has the placement that its reader's strategy wants; conversions are in the table
-    lowered   every collective is the one of its conversion
+Run after every pass, with the checks of the level that the pass leaves and of those below it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from enum import IntEnum
 
 from torch import fx
 
+from ..errors import TypeCheckError
 from ..ir.graph import Block, Program, Role, info, node_inputs
 from ..ir.ops import COLLECTIVES, convert, is_collective
 from ..placement import PARTIAL, REPLICATE, Placement, conversion
 from . import Axis, rule_of, strategies
-from .data_axis import ends
+from .data_axis import check_data_axis, ends
 from .where import error
 
 
-def verify(program: Program, axis: Axis, converted: bool) -> None:
-    """Check a typed program; raises TypeCheckError naming block, node, user's line and placements."""
+class Level(IntEnum):
+    """What is true of a program."""
+
+    TRACED = 0  # every node has facts, and reads what is given before it
+    TYPED = 1  # every node has a strategy of its rule, every parameter and input a placement that it may have
+    CONVERTED = 2  # every operand has the placement that its reader's strategy wants
+    SPREAD = 3  # the same over the replicas: what they reduce is reduced
+    LOWERED = 4  # every conversion is a collective
+
+
+def verify(program: Program, level: Level, axis: Axis | None = None, replicas: int = 1) -> None:
+    """The checks of a level and of those below it, over `axis` (none before there is one) and so many replicas.
+
+    TypeCheckError naming block, node, user's line and placements.
+    """
+    _check_given(program)
+    if axis is None or level < Level.TYPED:
+        return
     for block in program.blocks.values():
         if not program.count(block.name):
             continue
         for node in block.placeholders():
             _check_placeholder(program, block, node)
         for node in block.ops:
-            _check_node(block, node, axis, converted)
-        if converted:
+            _check_node(block, node, axis, level)
+        if level >= Level.CONVERTED:
             _check_results(program, block, axis)
+    if level >= Level.SPREAD and replicas > 1:
+        check_data_axis(program)
+
+
+def _check_given(program: Program) -> None:
+    """Every node has facts and reads nodes before it; every call reads values of calls before it."""
+    for block in program.blocks.values():
+        before: set[fx.Node] = set()
+        for node in block.graph.nodes:
+            if missing := next((n for n in node.all_input_nodes if n not in before), None):
+                raise error(block, node, f"reads {missing.name}, which does not come before it")
+            if node.op in ("placeholder", "call_function"):
+                try:
+                    info(node)
+                except KeyError:
+                    raise TypeCheckError(f"{block.name}.{node.name} has no shape and dtype") from None
+            before.add(node)
+    given: set[str] = set()
+    for call in program.calls:
+        if unknown := [value for value in call.inputs if value not in given]:
+            raise TypeCheckError(
+                f"{program.name}: {call.block} reads {', '.join(unknown)}, which no call before it gives"
+            )
+        given.update(call.outputs)
 
 
 def _check_placeholder(program: Program, block: Block, node: fx.Node) -> None:
@@ -65,10 +102,12 @@ def _uses(program: Program, name: str) -> Iterator[tuple[str, fx.Node]]:
                 yield call.block, node
 
 
-def _check_node(block: Block, node: fx.Node, axis: Axis, converted: bool) -> None:
+def _check_node(block: Block, node: fx.Node, axis: Axis, level: Level) -> None:
     facts = info(node)
     if facts.strategy is None:
         raise error(block, node, "has no placement")
+    if level >= Level.LOWERED and node.target is convert:
+        raise error(block, node, "is a conversion still, and no collective")
     operands = tuple(info(n).placement for n in node_inputs(node))
     if facts.role is Role.CONVERT and ends(node)[2] != axis.name:
         if operands != facts.strategy.inputs or operands != (facts.strategy.output,):
@@ -83,7 +122,7 @@ def _check_node(block: Block, node: fx.Node, axis: Axis, converted: bool) -> Non
         raise error(
             block, node, f"{facts.strategy} is no strategy of its rule on {axis.name}={axis.size}: use one of {shown}"
         )
-    if converted and operands != facts.strategy.inputs:
+    if level >= Level.CONVERTED and operands != facts.strategy.inputs:
         given = ", ".join(map(str, operands))
         raise error(block, node, f"wants ({facts.strategy}) but reads ({given}): a conversion is missing")
 

@@ -16,7 +16,7 @@ from autopar.passes.insert_conversions import InsertConversions
 from autopar.placement import Strategy
 from autopar.plan import Plan
 from autopar.rules import Axis, rule_of, strategies
-from autopar.rules.verify import verify
+from autopar.rules.verify import Level, verify
 from autopar.runtime.choices import Mesh
 from tests.numerics.spmd import (
     lay_out,
@@ -134,7 +134,7 @@ def _check_strategy(program: Program, strategy: Strategy, tensors: list[Tensor],
         update_info(operand, strategy=Strategy((), placement))
     plan = Plan.of(Mesh(tp=axis.size), 1, 1, 1, ((0, 1),))
     program = InsertConversions().apply(program, plan)
-    verify(program, axis, converted=True)
+    verify(program, Level.CONVERTED, axis)
     block = program.blocks[MODEL]
     held = {
         placeholder: [

@@ -17,7 +17,7 @@ from autopar.passes import PASSES
 from autopar.placement import GRAD_PARTIAL, PARTIAL, REPLICATE, Shard, Strategy
 from autopar.plan import Plan
 from autopar.rules import Axis
-from autopar.rules.verify import verify
+from autopar.rules.verify import Level, verify
 from autopar.runtime.choices import Mesh
 from autopar.search.intra_op import solve
 from autopar.search.layouts import MEGATRON, MEGATRON_SP, Layout
@@ -37,7 +37,7 @@ def _program(layout: Layout, until: str) -> tuple[Program, Axis]:
         program = step.apply(program, plan)
         if step.name == until:
             break
-    verify(program, axis, converted=until != "shard_parameters")
+    verify(program, step.leaves, axis)
     return program, axis
 
 
@@ -50,9 +50,9 @@ def _operand(block: Block, name: str, place: int = 0) -> fx.Node:
     return node_inputs(_node(block, name))[place]
 
 
-def _assert_refused(program: Program, axis: Axis, match: str, converted: bool = True) -> None:
+def _assert_refused(program: Program, axis: Axis, match: str, level: Level = Level.CONVERTED) -> None:
     with pytest.raises(TypeCheckError, match=match):
-        verify(program, axis, converted)
+        verify(program, level, axis)
 
 
 @pytest.mark.parametrize("until", ["insert_conversions", "lower_conversions"])
@@ -108,7 +108,7 @@ def test_a_collective_along_a_wrong_dim() -> None:
 def test_a_typing_that_no_rule_has(layout: Layout, node: str, strategy: str, why: str) -> None:
     program, axis = _program(layout, "shard_parameters")
     update_info(_node(program.blocks["Block"], node), strategy=Strategy.parse(strategy))
-    _assert_refused(program, axis, "is no strategy of its rule", converted=False)
+    _assert_refused(program, axis, "is no strategy of its rule", level=Level.TYPED)
 
 
 def test_a_plain_tensor_meets_a_sharded_one() -> None:
@@ -155,7 +155,7 @@ def test_what_enters_a_block(block: str, node: str, placement: Any, match: str) 
     program, axis = _program(MEGATRON, "shard_parameters")
     update_info(_node(program.blocks[block], node), strategy=Strategy((), placement))
     with pytest.raises(TypeCheckError, match=match):
-        verify(program, axis, converted=False)
+        verify(program, Level.TYPED, axis)
 
 
 def test_a_collective_along_an_uneven_dim() -> None:
@@ -174,8 +174,24 @@ def test_the_message_names_block_line_and_neighbours() -> None:
     program, axis = _program(MEGATRON, "shard_parameters")
     update_info(_node(program.blocks["Block"], "root_add"), strategy=Strategy.parse("P, R -> P"))
     with pytest.raises(TypeCheckError) as error:
-        verify(program, axis, converted=False)
+        verify(program, Level.TYPED, axis)
     message = str(error.value)
     assert message.startswith("Block.root_add (")
     assert "examples/gpt.py:" in message
     assert "    > root_add(" in message and "c_proj_add(" in message
+
+
+def test_every_program_has_facts_and_reads_what_is_given() -> None:
+    """Also before there are placements."""
+    program = gpt()[1]
+    bare = program.copy_blocks()
+    bare.blocks["epilogue"].ops[0].meta.clear()
+    with pytest.raises(TypeCheckError, match="has no shape and dtype"):
+        verify(bare, Level.TRACED)
+    with pytest.raises(TypeCheckError, match="Block reads .*, which no call before it gives"):
+        verify(replace(program, calls=program.calls[1:]), Level.TRACED)
+
+
+def test_a_lowered_program_has_no_conversions_left() -> None:
+    program, axis = _program(MEGATRON, "insert_conversions")
+    _assert_refused(program, axis, "is a conversion still", Level.LOWERED)
