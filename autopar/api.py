@@ -38,7 +38,6 @@ from .passes.islands import islands_note
 from .plan import Plan, asked_length
 from .progress import progress
 from .request import Job, OptimizerLike, make_job
-from .rules.padding import padding_of
 from .search.context_note import context_note
 from .search.explain import explain, plan_table
 from .search.explain import why_not as why_slower
@@ -54,6 +53,7 @@ from .trace.opaque import opaque_modules
 from .trace.positions import check_positions
 from .trace.watch import layers_watched
 from .verification.folder import keep_original
+from .verification.padding import check_padding
 from .verification.program import verify_plan
 
 
@@ -105,7 +105,7 @@ def parallelize(
     check_layers(program, job, chosen)
     illegal = illegal_sizes(program, job, chosen)
     if job.batch.padded:
-        padding_of(program, job.batch.tokens, job.batch.sequence)
+        check_padding(job, program, job.batch.tokens, job.batch.sequence)
     warn_unknown(program, {B: 1, S: job.batch.sequence})
     layouts = [layout for layout in LAYOUTS if _allowed(chosen, layout.name)]
     cps, tps = cp_sizes(program, job, chosen), [tp for tp in tp_sizes(job, chosen) if f"tp={tp}" not in illegal]
@@ -189,6 +189,9 @@ class Parallelized:
         return self._source(plan, b"")
 
     def _source(self, plan: Plan, opaque: bytes) -> str:
+        batch = plan.batch
+        if batch.padded and (batch.tokens, batch.sequence) != (self.job.batch.tokens, self.job.batch.sequence):
+            check_padding(self.job, self.program, batch.tokens, batch.sequence)
         return model_source(
             compile_program(self.program, plan, dump_folder()), plan, self._predicted(plan), str(self), opaque
         )

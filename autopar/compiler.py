@@ -22,7 +22,7 @@ from .plan import Plan, Solution
 from .rendezvous import deadlock, posts
 from .rules import Axis
 from .rules.data_axis import data_types
-from .rules.padding import padding_of
+from .rules.padding import paddings_of
 from .rules.verify import verify
 from .runtime.choices import Batch, Mesh
 from .search.layouts import context_axis
@@ -66,7 +66,7 @@ def compile_program(program: Program, plan: Plan, dump: Path | None = None) -> P
         fixed.check_uncut(f"cp={plan.mesh.cp}", plan.mesh.cp)
     check_multiple(program.sequence_multiple, f"sequence={plan.batch.sequence}", plan.batch.sequence, plan.batch.tokens)
     if plan.batch.padded:
-        program = replace(program, padding=padding_of(program, plan.batch.tokens, plan.batch.sequence))
+        program = replace(program, padding=paddings_of(program))
     program = cut_sequence(program, plan, dump)
     values = {B: plan.batch.micro_batch, S: plan.batch.sequence // plan.mesh.cp}
     program = run(PASSES, program, plan, Axis("tp", plan.mesh.tp, sequence=True, values=values), dump)

@@ -134,7 +134,7 @@ class Trainer:
         where no loss scale makes them so.
         """
         self._check_sizes(batch)
-        batch = padded(batch, self.settings)
+        batch = padded(batch, self.settings.padding, self.settings.sequence)
         dtype = compute_dtype(self.settings)
         batch = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
         self.optimizer.zero_grad()

@@ -38,7 +38,7 @@ from .samples import inputs_of, random_batch
 from .shrink import small_enough
 
 aten = torch.ops.aten
-_DROPOUT_ARGUMENT: dict[Any, int] = {aten.dropout.default: 1, aten.scaled_dot_product_attention.default: 4}
+DROPOUT_ARGUMENT: dict[Any, int] = {aten.dropout.default: 1, aten.scaled_dot_product_attention.default: 4}
 
 
 def verify_plan(job: Job, plan: Plan, steps: int) -> Parity:
@@ -47,7 +47,7 @@ def verify_plan(job: Job, plan: Plan, steps: int) -> Parity:
     # Not compiled: on CPUs the C++ compiler would take minutes.
     plan = plan.changed(precision="fp64", compile=False, reduce_dtype=None)
     model = copied(model).double().train()
-    program, dropped = _without_dropout(prepare(model, _raised(job.inputs), "fp64", job.batch_norm))
+    program, dropped = without_dropout(prepare(model, _raised(job.inputs), "fp64", job.batch_norm))
     drawing = any(draws(node.target) for _, node in program.each_op())
     notes = [note] * bool(note) + ["dropout set to 0 on both sides"] * dropped
     opaque = pack_opaque(opaque_modules(program, model))
@@ -111,11 +111,11 @@ def _largest(reports: Sequence[Mapping[str, Any]], reference: Mapping[str, Any])
     return largest
 
 
-def _without_dropout(program: Program) -> tuple[Program, bool]:
+def without_dropout(program: Program) -> tuple[Program, bool]:
     """The same ops with every dropout probability 0, and whether one was not."""
     program, dropped = program.copy_blocks(), False
     for _, node in program.each_op():
-        place = _DROPOUT_ARGUMENT.get(node.target)
+        place = DROPOUT_ARGUMENT.get(node.target)
         if place is not None and len(node.args) > place:
             dropped |= bool(node.args[place])
             node.update_arg(place, 0.0)

@@ -71,7 +71,7 @@ def _ranges(program: Program) -> tuple[dict[str, tuple[str, ...]], dict[str, int
     ids: set[str] = set()
     for _, node in (found for found in program.each_op() if found[1].target in _SIZE_DIM):
         whole, index = arguments(node)[:2]
-        if not (name := input_name(index)):
+        if not (name := input_name(program, index)):
             continue  # targets that forward makes, such as the places of the samples
         size = size_text(info(whole).shape[_SIZE_DIM[node.target]])
         sizes[name] = tuple(dict.fromkeys((*sizes.get(name, ()), size)))

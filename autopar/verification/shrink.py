@@ -49,7 +49,7 @@ def small_enough(job: Job, plan: Plan) -> tuple[nn.Module, Plan, str]:
         padded_from=29 if plan.batch.padded else None,
     )  # fmt: skip
     window = _shrunk_window(job.model, plan, small)
-    return _shrunk(job.model, layers, window), small, f"shrunk to {layers} narrow layers on {mesh}"
+    return narrow(job.model, layers, window), small, f"shrunk to {layers} narrow layers on {mesh}"
 
 
 def _shrunk_recompute(plan: Plan, stages: tuple[tuple[int, int], ...]) -> tuple[Again, ...]:
@@ -97,7 +97,7 @@ def _shrunk_window(model: nn.Module, plan: Plan, small: Plan) -> int | None:
     return min(widths, key=lambda w: abs(w * plan.batch.sequence - window * small.batch.sequence))
 
 
-def _shrunk(model: nn.Module, layers: int, window: int | None) -> nn.Module:
+def narrow(model: nn.Module, layers: int, window: int | None) -> nn.Module:
     """A Hugging Face model of the same class with few, narrow layers and the same head grouping."""
     config: Any = copy.deepcopy(model.config)
     heads, groups = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
@@ -108,8 +108,9 @@ def _shrunk(model: nn.Module, layers: int, window: int | None) -> nn.Module:
     for name, value in narrow.items():
         if hasattr(config, name) and getattr(config, name) is not None:
             setattr(config, name, value)
+    pad = getattr(config, "pad_token_id", None)
     for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        setattr(config, token, None)
+        setattr(config, token, pad if token == "pad_token_id" and pad is not None and 0 <= pad < 256 else None)
     if hasattr(config, "layer_types") and config.layer_types:
         config.layer_types = config.layer_types[:layers]
     return seeded(lambda: type(model)(config))

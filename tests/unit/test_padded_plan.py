@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import yaml
+from torch import Tensor, nn
 
 import autopar
 from autopar.api import Parallelized
@@ -82,6 +84,25 @@ def test_the_padded_program_computes_the_model() -> None:
     assert parity.holds, parity
 
 
+class Mean(nn.Module):
+    """A class for each sample, of the mean of its tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(64, 16), nn.Linear(16, 4)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.words(input_ids).mean(1)), labels[:, 0] % 4)
+
+
+def test_what_pads_change_is_refused_before_the_search_and_of_a_plan_that_is_given() -> None:
+    with pytest.raises(PlanError, match=r"29 tokens cannot be padded to 32: pads change the loss: mean of .*\.py:\d+"):
+        planned(Mean())
+    result = planned(Mean(), 32, None)
+    with pytest.raises(PlanError, match="27 tokens cannot be padded to 32"):
+        result.source(replace(result.plan, padded_from=27))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -126,21 +147,19 @@ def test_samples_are_shorter_than_what_they_are_padded_to(tokens: int) -> None:
 
 
 def test_each_dim_is_padded_at_its_end_with_its_own_value() -> None:
-    settings = make_settings(
-        sequence=5, padded_from=3, padding=(("ids", 1, 0), ("labels", 1, -100), ("bias", 1, 0), ("bias", 2, 0))
-    )
+    padding = (("ids", 1, 0), ("labels", 1, -100), ("bias", 1, 0), ("bias", 2, 0))
     batch = {
         "ids": torch.tensor([[1, 2, 3]]),
         "labels": torch.tensor([[4, 5, -100]]),
         "bias": torch.ones(1, 3, 3, dtype=torch.bool),
         "kept": torch.ones(1, 7),
     }
-    made = padded(batch, settings)
+    made = padded(batch, padding, 5)
     assert made["ids"].tolist() == [[1, 2, 3, 0, 0]] and made["labels"].tolist() == [[4, 5, -100, -100, -100]]
     assert made["bias"].dtype is torch.bool and made["bias"].shape == (1, 5, 5)
     assert made["bias"].sum() == 9 and made["bias"][0, :3, :3].all()
     assert made["kept"] is batch["kept"] and batch["ids"].shape == (1, 3)
-    assert padded(batch, make_settings()) == batch
+    assert padded(batch, (), 5) == batch
 
 
 def test_the_default_data_are_samples_without_pads() -> None:

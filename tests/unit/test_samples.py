@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from autopar.compiler import prepare
 from autopar.errors import PlanError
-from autopar.ir.graph import S, TensorInfo
-from autopar.rules.padding import padding_of
+from autopar.ir.graph import B, S, TensorInfo
+from autopar.rules.padding import paddings_of
 from autopar.runtime.padding import padded
+from autopar.verification.padding import compare_with_pads
 from autopar.verification.samples import Input, inputs_of, random_batch
-from tests.distributed.handwritten import make_settings
 from tests.passes.programs import read
 
 WORDS, D, TOKENS, SEQUENCE = 11, 8, 5, 8
@@ -50,14 +50,14 @@ def test_samples_of_a_padded_plan(read: Read, kind: torch.dtype) -> None:
     """The mask is no target, whatever is made of it: it is 0 or 1, and 0 at pads; labels are ignored there."""
     ids = torch.zeros(2, 16, dtype=torch.long)
     program = prepare(Tagger(read).double(), {"input_ids": ids, "attention_mask": ids.to(kind), "labels": ids}, "fp64")
-    inputs, padding = inputs_of(program), padding_of(program, TOKENS, SEQUENCE)
+    inputs, padding = inputs_of(program), paddings_of(program)
     assert inputs["labels"] == Input(("b", "s"), "int64", (str(WORDS),), -100)
     assert inputs["input_ids"].values == (str(WORDS),)
     mask = inputs.get("attention_mask", Input(("b", "s"), str(kind).removeprefix("torch.")))
     assert mask.ignored is None and mask.values == ("2",)
     batch = random_batch(inputs, 4, TOKENS, 0)
     rows = tuple((p.input, p.dim, p.value) for p in padding)
-    longer = padded(batch, make_settings(sequence=SEQUENCE, padded_from=TOKENS, padding=rows))
+    longer = padded(batch, rows, SEQUENCE)
     assert (longer["labels"][:, TOKENS:] == -100).all() and (longer["input_ids"][:, TOKENS:] == 0).all()
     for name, value in batch.items():
         assert value.shape == (4, TOKENS) and longer[name].dtype == value.dtype
@@ -77,6 +77,8 @@ def test_what_a_dtype_makes_of_an_ignored_target_is_a_target(kind: torch.dtype, 
     """
     names = {torch.bool: "bool", torch.uint8: "int"}
     program = read(text.format(names[kind]))
-    facts = {"x": TensorInfo((S * 0 + 2, S), torch.float64), "y": TensorInfo((S * 0 + 2, S), kind)}
-    with pytest.raises(PlanError, match=rf"it does not ignore \(they are {value}, ignore_index is -100"):
-        padding_of(replace(program, inputs=facts), TOKENS, SEQUENCE)
+    facts = {"x": TensorInfo((B, S), torch.float64), "y": TensorInfo((B, S), kind)}
+    program = replace(program, inputs=facts)
+    assert [p.value for p in paddings_of(program)] == [0, value]
+    with pytest.raises(PlanError, match="cross_entropy_loss of"):
+        compare_with_pads(program, {}, TOKENS, SEQUENCE)

@@ -1,4 +1,4 @@
-"""Random chains of ops on x [b, s, 4]: of those that the proof accepts, loss and gradients are the same with pads.
+"""Random chains of ops on x [b, s, 4]: of those that the check accepts, loss and gradients are the same with pads.
 
 Pads are ids 0, whose embedding is 0 half of the time: what divides, or takes roots and norms, then meets a pole there
 that no real token has.
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from autopar.errors import PlanError
 from autopar.ir.graph import B, Program, S, TensorInfo
-from autopar.rules.padding import padding_of
+from autopar.rules.padding import paddings_of
 from autopar.runtime.padding import padded
-from tests.distributed.handwritten import make_settings
+from autopar.verification.padding import compare_with_pads
 from tests.interpreter import run_program
 from tests.passes.programs import read
 
@@ -237,15 +237,15 @@ def check(text: str, seed: int, zero: bool, full: bool) -> str:
     inputs = {name: TensorInfo((B, S), torch.int64) for name in ("ids", "mask", "labels")}
     program = replace(read(text), inputs=inputs)
     try:
-        found = padding_of(program, TOKENS, LENGTH)
+        compare_with_pads(program, {}, TOKENS, LENGTH)
     except PlanError:
         return "refused"
     model, data = Weights(seed, zero), batch(seed, full)
     right = results(program, model, data)
     if not all(r.isfinite().all() for r in right):
         return "not finite"
-    rows = tuple((p.input, p.dim, p.value) for p in found)
-    longer = padded(data, make_settings(sequence=LENGTH, padded_from=TOKENS, padding=rows))
+    rows = tuple((p.input, p.dim, p.value) for p in paddings_of(program))
+    longer = padded(data, rows, LENGTH)
     for with_pads, without in zip(results(program, model, longer), right, strict=True):
         torch.testing.assert_close(with_pads, without, rtol=1e-9, atol=1e-9)
     return "accepted"

@@ -1,0 +1,86 @@
+"""Pads in the models of transformers: the check runs them shrunk, on meta, and in a few seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+
+from autopar.compiler import prepare
+from autopar.errors import PlanError
+from autopar.ir.graph import Program
+from autopar.request import Job, make_job
+from autopar.verification.padding import check_padding
+from examples.gpt import GPT, GPTConfig
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 96,
+}  # fmt: skip
+TOKENS = ("input_ids", "labels")
+MASKED = ("input_ids", "attention_mask", "labels")
+
+
+def experts(**options: Any) -> nn.Module:
+    return hf.MixtralForCausalLM(hf.MixtralConfig(**SMALL, num_local_experts=4, **options))
+
+
+def bert(kind: Any, **options: Any) -> nn.Module:
+    return kind(hf.BertConfig(**SMALL, **options))  # type: ignore[no-any-return]
+
+
+RIGHT: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...], int, int]] = {
+    "twelve layers of GPT-2": (lambda: hf.GPT2LMHeadModel(hf.GPT2Config()), MASKED, 1001, 1008),
+    "Llama 8B": (lambda: hf.LlamaForCausalLM(hf.LlamaConfig()), TOKENS, 8190, 8192),
+    "a window and a mask": (
+        lambda: hf.MistralForCausalLM(hf.MistralConfig(**SMALL, sliding_window=6)), MASKED, 29, 32,
+    ),
+    "experts": (experts, TOKENS, 29, 32),
+    "a balance loss of the mask's": (lambda: experts(output_router_logits=True), MASKED, 29, 32),
+    "finite masks": (lambda: bert(hf.BertForMaskedLM, attn_implementation="eager"), MASKED, 29, 32),
+}  # fmt: skip
+WRONG: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...], int, int, str]] = {
+    "both directions": (lambda: bert(hf.BertForMaskedLM), TOKENS, 29, 32, "scaled_dot_product_attention of BertLayer"),
+    "a balance loss": (
+        lambda: experts(output_router_logits=True), TOKENS, 29, 32, r"(sum|scatter_add|mean) of .*modeling_mixtral.py:",
+    ),
+    "positions beyond the table": (
+        lambda: hf.GPT2LMHeadModel(hf.GPT2Config(n_layer=2, n_embd=32, n_head=4)), TOKENS, 1020, 1030,
+        r"embedding of prologue.wpe .*out of range",
+    ),
+    "positions that the mask counts": (
+        lambda: hf.RobertaForMaskedLM(hf.RobertaConfig(**SMALL, max_position_embeddings=34)), MASKED, 30, 34, "out of",
+    ),
+    "layers too large to be run": (
+        lambda: GPT(GPTConfig(n_layer=4, n_head=32, d_model=4096)), TOKENS, 29, 32, "M parameters in two layers",
+    ),
+}  # fmt: skip
+
+
+def prepared(build: Callable[[], nn.Module], names: tuple[str, ...], tokens: int, sequence: int) -> tuple[Job, Program]:
+    """A model on meta."""
+    with torch.device("meta"):
+        model = build()
+    job = make_job(
+        model, 2, gpu="h100-sxm-80gb", memory=None, loss=None, sequence=tokens, global_batch=4, optimizer=None,
+        inputs={name: torch.zeros(2, 16, dtype=torch.long, device="meta") for name in names}, precision=None,
+        batch_norm="refuse", pad_to_multiple_of=sequence,
+    )  # fmt: skip
+    return job, prepare(job.model, job.inputs, job.compute.precision, job.batch_norm)
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c == "Llama 8B")) for c in RIGHT])
+def test_right_models_are_padded(case: str) -> None:
+    build, names, tokens, sequence = RIGHT[case]
+    check_padding(*prepared(build, names, tokens, sequence), tokens, sequence)
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_models_are_refused_by_their_op(case: str) -> None:
+    build, names, tokens, sequence, message = WRONG[case]
+    with pytest.raises(PlanError, match=message):
+        check_padding(*prepared(build, names, tokens, sequence), tokens, sequence)
