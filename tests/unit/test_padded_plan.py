@@ -100,7 +100,7 @@ def test_what_pads_change_is_refused_before_the_search_and_of_a_plan_that_is_giv
         planned(Mean())
     result = planned(Mean(), 32, None)
     with pytest.raises(PlanError, match="27 tokens cannot be padded to 32"):
-        result.source(replace(result.plan, padded_from=27))
+        result.source(result.plan.changed(padded_from=27))
 
 
 @pytest.mark.parametrize(
