@@ -31,11 +31,17 @@ class Outcome:
     def of(
         program: Program, tensors: Mapping[str, Tensor], inputs: Mapping[str, Tensor], dtype: torch.dtype
     ) -> Outcome:
-        """Run a program on copies of `tensors` in one dtype. StepError where an op raises."""
-        copies = {n: t.detach().to(dtype if t.is_floating_point() else t.dtype, copy=True) for n, t in tensors.items()}
+        """Run a program on `tensors` in one dtype, on copies of those that it updates. StepError where an op raises."""
+        copies = {
+            name: tensor.detach().to(
+                dtype if tensor.is_floating_point() else tensor.dtype, copy=name in program.mutated
+            )
+            for name, tensor in tensors.items()
+        }
         copies |= {alias: copies[name] for alias, name in program.tied.items() if name in copies}
         trained = {n for n, t in program.parameters.items() if t.requires_grad and n in copies} - set(program.tied)
-        leaves = {name: copies[name].requires_grad_() for name in sorted(trained)}
+        leaves = {name: copies[name].detach().requires_grad_() for name in sorted(trained)}
+        copies |= leaves | {alias: leaves[name] for alias, name in program.tied.items() if name in leaves}
         run = Run(program, copies, inputs, dtype, kept=True)
         loss = run.loss()
         gradients = _gradients(loss, list(leaves.values()))

@@ -7,6 +7,7 @@ each class, and a large one is narrow.
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -32,7 +33,8 @@ from .program import DROPOUT_ARGUMENT, without_dropout
 from .shrink import narrow, with_values
 
 _SHORT, _PADS = 16, 5
-_AS_IS, _LARGEST = 4_000_000, 200_000_000  # elements of the parameters of two layers of each class
+_AS_IS = 4_000_000  # elements of the parameters of two layers of each class
+_ELEMENT_BYTES = 24  # in fp64 a parameter, and its gradients without and with pads
 _MOST_LAYERS, _MANY = 8, 8_000_000
 _LONGEST, _LONGEST_WORK = 2048, 20_000_000_000  # tokens, and parameters × tokens, of a forward at the true length
 
@@ -142,17 +144,23 @@ def _runnable(job: Job, program: Program) -> tuple[Program, dict[str, Tensor]]:
     program, model = _shallow(program), job.model
     if elements(program) > _AS_IS and is_huggingface(model):
         program, model = _narrowed(job, program)
-    if (size := elements(program)) > _LARGEST:
+    size, room = elements(program), room_bytes()
+    if size * _ELEMENT_BYTES > room:
         raise PlanError(
-            f"pad_to_multiple_of: {size / 1e6:.0f} M parameters in two layers of each class are too many to be run "
-            f"here, to see what pads change: plan a narrower model first (at most {_LARGEST / 1e6:.0f} M), or leave it "
-            "out, and give samples of the padded length"
+            f"pad_to_multiple_of: two layers of each class have {size / 1e6:.0f} M parameters, and {_ELEMENT_BYTES} "
+            f"bytes each to see what pads change are more than the {room / 2**30:.1f} GiB that are free here: plan "
+            "where there is more, or leave it out, and give samples of the padded length"
         )
     names = read_names(program, Role.BUFFER) & set(program.buffers)
     values = dict(model.named_buffers(remove_duplicate=False))
     if any(values[name].is_meta for name in names):
         values = dict(with_values(job).named_buffers(remove_duplicate=False))
     return program, {name: values[name].detach() for name in names}
+
+
+def room_bytes() -> int:
+    """Free memory of this machine."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _narrowed(job: Job, program: Program) -> tuple[Program, nn.Module]:

@@ -55,9 +55,6 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...], int, int, str]]
     "positions that the mask counts": (
         lambda: hf.RobertaForMaskedLM(hf.RobertaConfig(**SMALL, max_position_embeddings=34)), MASKED, 30, 34, "out of",
     ),
-    "layers too large to be run": (
-        lambda: GPT(GPTConfig(n_layer=4, n_head=32, d_model=4096)), TOKENS, 29, 32, "M parameters in two layers",
-    ),
 }  # fmt: skip
 
 
@@ -84,3 +81,10 @@ def test_wrong_models_are_refused_by_their_op(case: str) -> None:
     build, names, tokens, sequence, message = WRONG[case]
     with pytest.raises(PlanError, match=message):
         check_padding(*prepared(build, names, tokens, sequence), tokens, sequence)
+
+
+def test_what_is_too_large_to_be_run_is_refused_with_the_memory_that_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autopar.verification.padding.room_bytes", lambda: 2**30)
+    large = prepared(lambda: GPT(GPTConfig(n_layer=4, n_head=32, d_model=4096)), TOKENS, 29, 32)
+    with pytest.raises(PlanError, match=r"two layers of each class have 404 M parameters, .* 1.0 GiB that are free"):
+        check_padding(*large, 29, 32)
