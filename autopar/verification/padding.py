@@ -34,7 +34,7 @@ from .shrink import narrow, with_values
 
 _SHORT, _PADS = 16, 5
 _AS_IS = 4_000_000  # elements of the parameters of two layers of each class
-_ELEMENT_BYTES = 24  # in fp64 a parameter, and its gradients without and with pads
+_ELEMENT_BYTES = 40  # in fp64 a parameter, its gradients without and with pads, and what backward adds (measured)
 _MOST_LAYERS, _MANY = 8, 8_000_000
 _LONGEST, _LONGEST_WORK = 2048, 20_000_000_000  # tokens, and parameters × tokens, of a forward at the true length
 
