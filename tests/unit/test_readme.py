@@ -1,4 +1,4 @@
-"""README's table of techniques: what it names is there."""
+"""The tables of techniques: what they name is there, in README and in docs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def rows() -> list[list[str]]:
     """technique, pin, generated code, price."""
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "docs/techniques.md").read_text()
     _, _, table = text.partition("| technique | pin or option | generated code | price |\n|---|---|---|---|\n")
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.partition("\n\n")[0].splitlines()]
 
@@ -40,3 +40,11 @@ def test_pins_options_and_generated_names_exist(row: list[str]) -> None:
     assert all(f"--{name}" in flags or name.replace("-", "_") in OPTIONS for name in named)
     called = {name for text in re.findall(r"`([^`]+)`", code) for name in re.findall(r"(\w+)\(", text)}
     assert not {name for name in called if name not in written()}
+
+
+def test_readme_has_a_short_line_for_each_pin() -> None:
+    text = (ROOT / "README.md").read_text()
+    lines = text.partition("| technique | pin or option |\n|---|---|\n")[2].partition("\n\n")[0].splitlines()
+    assert lines and max(map(len, lines)) <= 160
+    named = set(re.findall(r"(\w+)=", " ".join(lines)))
+    assert {*PINS} <= named <= {*inspect.signature(autopar.parallelize).parameters, *PINS}
