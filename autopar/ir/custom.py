@@ -6,7 +6,9 @@ runtime's function of the same name.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,9 +102,19 @@ class OpaqueCall:
     function: Any = None
 
 
-# The shapes of an opaque module's results, by the name of the module; known before it is traced.
-Shapes = Callable[[list[Tensor]], list[Tensor]]
-RESULT_SHAPES: dict[str, Shapes] = {}
+# The results of an opaque module, given what it is called with; known before it is traced.
+Results = Callable[[list[Tensor]], list[Tensor]]
+_results: ContextVar[Mapping[str, Results]] = ContextVar("results of the opaque modules of the trace that runs")
+
+
+@contextmanager
+def opaque_results(results: Mapping[str, Results]) -> Iterator[None]:
+    """Within: a call of an opaque module gives what `results` has under its name."""
+    token = _results.set(results)
+    try:
+        yield
+    finally:
+        _results.reset(token)
 
 
 @torch.library.custom_op("autopar::opaque", mutates_args=())
@@ -118,7 +130,7 @@ def opaque(tensors: list[Tensor], name: str, given: int, samples: bool, flops: i
 
 @opaque.register_fake
 def _(tensors: list[Tensor], name: str, given: int, samples: bool, flops: int) -> list[Tensor]:
-    return RESULT_SHAPES[name](tensors[:given])
+    return _results.get()[name](tensors[:given])
 
 
 OPAQUE = torch.ops.autopar.opaque.default

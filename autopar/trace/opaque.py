@@ -22,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ..errors import TraceError
 from ..ir.build import replace_node
-from ..ir.custom import OPAQUE, RESULT_SHAPES, OpaqueCall
+from ..ir.custom import OPAQUE, OpaqueCall, Results, opaque_results
 from ..ir.graph import MODEL, Program, arguments, info, node_inputs
 from ..runtime.opaque import Applied, OpaqueModule
 from ..runtime.trees import tree_flatten
@@ -69,6 +69,7 @@ class Opaque:
     patterns: set[str] = field(default_factory=set)
     reasons: dict[str, str] = field(default_factory=dict)  # of a pattern: why it is kept whole
     calls: list[_Call] = field(default_factory=list)
+    results: dict[str, Results] = field(default_factory=dict)
     checks: Checks = field(default_factory=Checks)
 
     def export(self, run: Callable[[], tuple[ExportedProgram, InputSizes]]) -> tuple[ExportedProgram, InputSizes]:
@@ -83,7 +84,7 @@ class Opaque:
         why: TraceError | None = None  # the first submodule cannot be traced
         for _ in range(_MOST):
             try:
-                with custom_functions(self._apply), quiet():
+                with custom_functions(self._apply), opaque_results(self.results), quiet():
                     exported, sizes = run()
                 _check_sizes(exported)
                 return exported, sizes
@@ -186,7 +187,7 @@ class Opaque:
                 raise
             return
         name = self._name(call)
-        RESULT_SHAPES[name] = lambda tensors: [r.like(tensors) for r in returned]
+        self.results[name] = lambda tensors: [r.like(tensors) for r in returned]
         self.calls.append(_Call(name, call.key, trial, returned))
 
     def _name(self, call: _UnknownError) -> str:

@@ -11,11 +11,17 @@ import sympy
 import torch
 from torch import Tensor, nn
 
+from autopar.compiler import compile_program
 from autopar.cost_models.opaque import opaque_shares
+from autopar.emit.emission import Predicted
 from autopar.emit.opaque import pack_opaque, save_opaque
+from autopar.emit.source import model_source
 from autopar.errors import PlanError, TraceError
 from autopar.ir.custom import OPAQUE
 from autopar.ir.graph import B, Program, S, arguments, info
+from autopar.ir.text import program_text
+from autopar.plan import Plan
+from autopar.runtime.choices import Mesh
 from autopar.runtime.opaque import OpaqueModule, OpaqueModules
 from autopar.trace.opaque import opaque_modules
 from tests import models
@@ -206,3 +212,15 @@ def test_sizes_that_depend_on_values_are_kept_inside_the_module_around_them() ->
 
     program = traced(OpaqueModel(Around, layers=1))
     assert program.opaque.keys() == {"inner"} and program.opaque["inner"].path == "blocks.0.inner"
+
+
+def test_two_models_in_turn_give_the_programs_that_each_gives_alone() -> None:
+    """Their opaque modules have the same name, and other shapes."""
+    alone = program_text(traced(OpaqueModel(Squash, layers=1)))
+    kept = traced(OpaqueModel(Squash, layers=1))
+    assert program_text(traced(OpaqueModel(PerSample, layers=2))) != alone
+    again = traced(OpaqueModel(Squash, layers=1))
+    assert program_text(kept) == alone == program_text(again)
+    plan = Plan.of(Mesh(dp=2), 4, 1, 16, ((0, 1),), precision="fp64")
+    sources = [model_source(compile_program(program, plan), plan, Predicted()) for program in (kept, again)]
+    assert sources[0] == sources[1]
