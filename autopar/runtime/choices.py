@@ -1,8 +1,7 @@
 """The choices of a plan, by what they are about: mesh, batch, pipeline, sharding, compute.
 
-A choice is declared here and nowhere else. The options of the command line, the pins of `parallelize`, the form of
-plan.yaml and the SETTINGS of a program are derived from these fields and from what `choice` says of each. What
-backward computes again is declared in `autopar/recompute.py`, for no program reads it when it runs.
+A choice is declared here alone: flags, pins, plan.yaml and SETTINGS are derived from these fields and what `choice`
+says of each. What backward computes again is in `autopar/recompute.py`: no program reads it when it runs.
 """
 
 from __future__ import annotations
@@ -17,12 +16,11 @@ PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
 
 
 def choice(legal: Any, help: str = "", *, default: Any = MISSING, by: str = "pin", rare: bool = False) -> Any:
-    """A field of a value object.
+    """A field of a value object; one without a default stands in every plan.yaml and in all SETTINGS.
 
     legal: the words or numbers that may be chosen, bool, or the unit of a whole number; "recompute" and "layer ranges"
     are forms of their own. help: for the command line. by: who chooses, the user in a "pin" or in the "job", or ""
     where it follows from other choices. rare: plan.yaml leaves it out where it is None.
-    A choice without a default stands in every plan.yaml and in all SETTINGS.
     """
     return field(default=default, metadata={"legal": legal, "help": help, "by": by, "rare": rare})
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from types import ModuleType
 from typing import Any
+
+from torch import nn
 
 from .choices import Batch, Compute, Mesh, Pipeline, Sharding
 
@@ -44,3 +48,24 @@ class Settings(Mesh, Batch, Pipeline, Sharding, Compute):
     def accumulation(self) -> int:
         """Micro-batches a step on each data-parallel rank."""
         return self.micro_batches(self.dp)
+
+
+@dataclass(frozen=True)
+class Program:
+    """What an emitted model.py defines, by its names; it leaves out what it has no need of."""
+
+    Model: Callable[[int], nn.Module]
+    SETTINGS: Settings
+    LAYERS: Sequence[str]
+    TIED: Sequence[tuple[str, str]]
+    PARTS: Mapping[str, tuple[str, int, int, int]] = field(default_factory=dict)
+    GROUPS: Sequence[Any] = ()
+    ENDS: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    UNUSED: Sequence[tuple[Any, ...]] = ()
+    OPTIONAL: Sequence[str] = ()
+    PARAMETER_GROUPS: Sequence[tuple[tuple[str, ...], dict[str, Any]]] = ()
+    count_targets: Callable[..., Any] | None = None
+
+    @staticmethod
+    def of(module: ModuleType) -> Program:
+        return Program(**{f.name: getattr(module, f.name) for f in fields(Program) if hasattr(module, f.name)})

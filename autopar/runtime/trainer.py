@@ -29,16 +29,9 @@ from .optimizer import Optimizer, Tied, clip_factor, scale_gradients, square_sum
 from .padding import padded
 from .parameters import Value, buffer, materialise, parameter
 from .pipeline import Batch, make_run
-from .precision import (
-    LossScale,
-    compute_dtype,
-    default_dtype,
-    not_finite,
-    not_finite_error,
-    overflow_error,
-)
+from .precision import LossScale, compute_dtype, default_dtype, not_finite, not_finite_error, overflow_error
 from .random import seed_generators
-from .settings import Settings
+from .settings import Program
 from .weights import Names, read_weights
 
 
@@ -77,47 +70,53 @@ class Trainer:
         loss_scale: LossScale | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        settings: Settings = program.SETTINGS
+        defined = Program.of(program)
         folder = Path(program.__file__ or ".").parent
-
-        self.mesh = init_mesh(settings, device)
+        self.settings, self.clip, self._stop = defined.SETTINGS, clip, False
+        self.mesh = init_mesh(self.settings, device)
         self._init = weights.resolve() if isinstance(weights, Path) else None
         weights = folder if weights is None or self._init == folder.resolve() else weights
         saved, manifest = (self._init and find_checkpoint(self._init)) or (None, {})
         self.steps = manifest.get("step", 0)
         self.samples = manifest.get("samples", 0)  # consumed by all replicas
         self.seed: int = manifest.get("seed", 0) if seed is None else seed
-        self.settings, self.clip, self._stop = settings, clip, False
         self._saved = (saved.parent, self.steps) if saved else None
         seed_generators(self.seed + self.steps, self.mesh)  # not the dropout masks of the first steps again
-        self.models: list[nn.Module] = [program.Model(stage).train() for stage in self.mesh.stages]
-        copies = copied_names(self.models, dict(program.TIED))
-        self.names = Names({**dict(program.TIED), **copies}, getattr(program, "PARTS", {}))
-        values = resumed_values(saved, folder) if saved else read_weights(weights, folder, self.seed)
-        value = self.names.value(values)
-        groups, ends = getattr(program, "GROUPS", ()), getattr(program, "ENDS", {})
-        self.data_parallel = [distribute(m, program.LAYERS, value, self.mesh, groups, ends) for m in self.models]
-        for model in self.models if settings.compile else ():
-            compile_layers(model, program.LAYERS)
-        unused = self._unused(getattr(program, "UNUSED", ()), value)
-        self.parameters = by_name([*self.models, unused])
-        self.buffers = {name: b for part in (*self.models, unused) for name, b in kept_buffers(part).items()}
+        self.models: list[nn.Module] = [defined.Model(stage).train() for stage in self.mesh.stages]
+        copies = copied_names(self.models, dict(defined.TIED))
+        self.names = Names({**dict(defined.TIED), **copies}, defined.PARTS)
+        self._distribute(defined, resumed_values(saved, folder) if saved else read_weights(weights, folder, self.seed))
         self._spread = self._spread_parts()
-        self.tied = Tied((*program.TIED, *copies.items()), self.parameters, self.mesh)
-        optional = getattr(program, "OPTIONAL", ())
-        self.left_out = LeftOut(optional, self.names.original, self.models, self.parameters)
-        options = settings.optimizer_kwargs | ({} if lr is None else {"lr": lr})
-        groups = with_copies(getattr(program, "PARAMETER_GROUPS", ()), copies)
-        self.optimizer = Optimizer(self.parameters, settings.optimizer, options, groups, settings.offload)
-        if settings.offload and self.mesh.device.type == "cuda":
-            _use_cores()
-        fp16 = settings.precision == "fp16"
+        self.tied = Tied((*defined.TIED, *copies.items()), self.parameters, self.mesh)
+        self.left_out = LeftOut(defined.OPTIONAL, self.names.original, self.models, self.parameters)
+        self.optimizer = self._make_optimizer(defined, copies, lr)
+        fp16 = self.settings.precision == "fp16"
         self.loss_scale = loss_scale if loss_scale and fp16 else LossScale(enabled=fp16)
         self._run = make_run(self.models, self.data_parallel, self.mesh, self.loss_scale)
-        self._count_targets = getattr(program, "count_targets", None)
+        self._count_targets = defined.count_targets
         self._state = State(self.parameters, self.optimizer, self.names, self.buffers, self.loss_scale)
         if saved:
             self._resume(saved, manifest)
+
+    def _distribute(self, program: Program, values: Any) -> None:
+        """Give the models their values, and the data ranks their shares of each."""
+        value = self.names.value(values)
+        self.data_parallel = [
+            distribute(model, program.LAYERS, value, self.mesh, program.GROUPS, program.ENDS) for model in self.models
+        ]
+        for model in self.models if self.settings.compile else ():
+            compile_layers(model, program.LAYERS)
+        parts = (*self.models, self._unused(program.UNUSED, value))
+        self.parameters = by_name(parts)
+        self.buffers = {name: b for part in parts for name, b in kept_buffers(part).items()}
+
+    def _make_optimizer(self, program: Program, copies: Mapping[str, str], lr: float | None) -> Optimizer:
+        settings = self.settings
+        if settings.offload and self.mesh.device.type == "cuda":
+            _use_cores()
+        options = settings.optimizer_kwargs | ({} if lr is None else {"lr": lr})
+        groups = with_copies(program.PARAMETER_GROUPS, copies)
+        return Optimizer(self.parameters, settings.optimizer, options, groups, settings.offload)
 
     @property
     def model(self) -> nn.Module:

@@ -49,6 +49,19 @@ def test_files_stay_short(folder: str, cap: int) -> None:
     assert not long, f"over {cap} lines: split by idea"
 
 
+@pytest.mark.parametrize("folder", ["autopar", "passes", "examples", "cost_models"])
+def test_functions_stay_short(folder: str) -> None:
+    """Of signature and docstring, which may be long, nothing is counted."""
+    long = []
+    for path in _sources(folder):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef):
+                first = function.body[1:2] if ast.get_docstring(function) else function.body[:1]
+                lines = (function.end_lineno or 0) - first[0].lineno + 1 if first else 0
+                long += [f"{_name(path)}: {function.name} has {lines} lines"] * (lines > 40)
+    assert not long
+
+
 def test_the_runtime_stays_small() -> None:
     """4,150 since checkpoints are whole or refused (pieces, manifests, signals, readers of their own pickles), bad data
     are named, and the choices of a plan are declared where a program reads them."""
