@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 _SAMPLES = 3
 _TABLES = (aten.embedding.default, aten.index.Tensor, aten.index_select.default)
-_ALL, _HOLES, _ENDS = "all tokens", "holes", "ends"  # what a mask of an input leaves
+_ALL, _HOLES, _ENDS, _STARTS = "all tokens", "holes", "ends", "starts"  # what a mask hides
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Draw:
 
 DRAWS = (
     Draw(0, _ALL), Draw(1, _HOLES), Draw(2, _ENDS), Draw(3, _ALL, 0), Draw(4, _ENDS, 0), Draw(5, _ALL, 10),
-    Draw(6, _HOLES, 10),
+    Draw(6, _HOLES, 10), Draw(7, _STARTS),
 )  # fmt: skip
-FEW = (DRAWS[1], DRAWS[4], DRAWS[5])  # of a model so large that each takes a second
+FEW = (DRAWS[1], DRAWS[4], DRAWS[5], DRAWS[7])  # of a model so large that each takes a second
 
 
 def _read(program: Program) -> list[str]:
@@ -101,13 +101,17 @@ def _ids(facts: Input, tokens: int) -> int:
 
 
 def _mask(x: Tensor, draw: Draw, generator: torch.Generator) -> Tensor:
-    """0 and 1 for each token: the first is always there, for what attends to nothing is no sample."""
+    """0 and 1 for each token; each sample has a token that is there.
+
+    Where the starts are hidden (padding on the left), the first rows of causal attention see no key. A mask of finite
+    numbers spreads such a row over all keys, pads too, and the last of these rows predicts the first real token.
+    """
     place = torch.arange(x.shape[-1])
     if draw.mask == _ALL:
         return torch.ones_like(x)
     if draw.mask == _HOLES:
         kept = (torch.rand(x.shape, generator=generator) < 0.6) | (place == 0)
     else:
-        lengths = torch.linspace(1, x.shape[-1], x.shape[0]).long()
-        kept = place < lengths.view(-1, *[1] * (x.dim() - 1))
+        lengths = torch.linspace(1, x.shape[-1], x.shape[0]).long().view(-1, *[1] * (x.dim() - 1))
+        kept = place < lengths if draw.mask == _ENDS else place >= x.shape[-1] - lengths
     return kept.expand(x.shape).to(x.dtype)

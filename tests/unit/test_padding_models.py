@@ -14,6 +14,7 @@ from autopar.compiler import prepare
 from autopar.errors import PlanError
 from autopar.ir.graph import Program
 from autopar.request import Job, make_job
+from autopar.runtime.padding import padded
 from autopar.verification.padding import check_padding
 from examples.gpt import GPT, GPTConfig
 
@@ -41,10 +42,19 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...], int, int]] = {
     ),
     "experts": (experts, TOKENS, 29, 32),
     "a balance loss of the mask's": (lambda: experts(output_router_logits=True), MASKED, 29, 32),
+    "eager and causal": (lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, **EAGER)), TOKENS, 29, 32),
     "finite masks": (lambda: bert(hf.BertForMaskedLM, attn_implementation="eager"), MASKED, 29, 32),
 }  # fmt: skip
+EAGER: dict[str, Any] = {"attn_implementation": "eager"}
 WRONG: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...], int, int, str]] = {
     "both directions": (lambda: bert(hf.BertForMaskedLM), TOKENS, 29, 32, "scaled_dot_product_attention of BertLayer"),
+    "samples padded on the left": (
+        lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, **EAGER)), MASKED, 29, 32, "softmax of LlamaDecoderLayer",
+    ),
+    "a window of masked tokens": (
+        lambda: hf.MistralForCausalLM(hf.MistralConfig(**SMALL, **EAGER, sliding_window=6)), MASKED, 29, 32,
+        "softmax of MistralDecoderLayer",
+    ),
     "a balance loss": (
         lambda: experts(output_router_logits=True), TOKENS, 29, 32, r"(sum|scatter_add|mean) of .*modeling_mixtral.py:",
     ),
@@ -88,3 +98,18 @@ def test_what_is_too_large_to_be_run_is_refused_with_the_memory_that_it_wants(mo
     large = prepared(lambda: GPT(GPTConfig(n_layer=4, n_head=32, d_model=4096)), TOKENS, 29, 32)
     with pytest.raises(PlanError, match=r"two layers of each class have 404 M parameters, .* 1.0 GiB that are free"):
         check_padding(*large, 29, 32)
+
+
+@pytest.mark.parametrize("masked", ["left", "beyond the window"])
+def test_finite_masks_over_rows_that_see_no_key_do_change_gradients(masked: str) -> None:
+    """Why both eager models above are refused: their pads count, though targets at masked tokens are ignored."""
+    torch.manual_seed(0)
+    model = hf.MistralForCausalLM(hf.MistralConfig(**SMALL, **EAGER, sliding_window=6 if masked != "left" else None))
+    ids, mask = torch.randint(1, 96, (2, 29)), torch.ones(2, 29, dtype=torch.long)
+    mask[0, slice(10) if masked == "left" else slice(5, 15)] = 0
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.where(mask.bool(), -100)}
+    longer = padded(batch, (("input_ids", 1, 0), ("attention_mask", 1, 0), ("labels", 1, -100)), 32)
+    plain, changed = (
+        torch.autograd.grad(model(**samples).loss, model.lm_head.weight)[0] for samples in (batch, longer)
+    )
+    assert float((plain - changed).abs().max()) > 1e-4 * float(plain.abs().max())
