@@ -90,9 +90,10 @@ def test_control_c_ends_what_runs(tmp_path: Path) -> None:
         deadline = time.monotonic() + 120
         while not (tmp_path / "started").exists() and time.monotonic() < deadline:
             time.sleep(0.1)
+        assert (tmp_path / "started").exists(), "torchrun did not start it"
         os.killpg(process.pid, signal.SIGINT)
         said = process.communicate(timeout=60)[1]
-        assert process.returncode == 130
+        assert process.returncode == 130, said
     assert said.endswith("autopar: interrupted\n")
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)  # nothing of it runs any more
