@@ -141,15 +141,15 @@ def _check_ops(program: Program) -> None:
 
 def _runnable(job: Job, program: Program) -> tuple[Program, dict[str, Tensor]]:
     """A program with two layers of each class, narrow if need be, and the buffers that it reads."""
-    program, model = _shallow(program), job.model
+    program, model, whole = _shallow(program), job.model, ""
     if elements(program) > _AS_IS and is_huggingface(model):
-        program, model = _narrowed(job, program)
+        program, model, whole = _narrowed(job, program)
     size, room = elements(program), room_bytes()
     if size * _ELEMENT_BYTES > room:
         raise PlanError(
             f"pad_to_multiple_of: two layers of each class have {size / 1e6:.0f} M parameters, and {_ELEMENT_BYTES} "
-            f"bytes each to see what pads change are more than the {room / 2**30:.1f} GiB that are free here: plan "
-            "where there is more, or leave it out, and give samples of the padded length"
+            f"bytes each to see what pads change are more than the {room / 2**30:.1f} GiB that are free here{whole}: "
+            "plan where there is more, or leave it out, and give samples of the padded length"
         )
     names = read_names(program, Role.BUFFER) & set(program.buffers)
     values = dict(model.named_buffers(remove_duplicate=False))
@@ -163,15 +163,19 @@ def room_bytes() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _narrowed(job: Job, program: Program) -> tuple[Program, nn.Module]:
-    """The program of a narrow model of the same class; as it is where its config does not say what is narrow."""
+def _narrowed(job: Job, program: Program) -> tuple[Program, nn.Module, str]:
+    """The program of a narrow model of the same class, that model, and "".
+
+    Where the class makes none of a narrower config, the program and model as they are, which is dearer and shows no
+    less, and why.
+    """
     config: Any = job.model.config
     try:
         layers, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
         model = narrow(job.model, min(layers, _MOST_LAYERS), window and min(window, 4))
-        return _shallow(prepare(model, job.inputs, job.compute.precision, job.batch_norm)), model
-    except Exception:  # whatever the class makes of another config
-        return program, job.model
+        return _shallow(prepare(model, job.inputs, job.compute.precision, job.batch_norm)), model, ""
+    except Exception as error:  # whatever the class makes of another config
+        return program, job.model, f" (no narrow model can be made of its config: {error!r:.200})"
 
 
 def _shallow(program: Program) -> Program:

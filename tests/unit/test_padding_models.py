@@ -100,6 +100,16 @@ def test_what_is_too_large_to_be_run_is_refused_with_the_memory_that_it_wants(mo
         check_padding(*large, 29, 32)
 
 
+def test_why_a_large_model_is_not_run_narrow_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_model(*_: object) -> nn.Module:
+        raise ValueError("heads and width disagree")
+
+    monkeypatch.setattr("autopar.verification.padding.narrow", no_model)
+    monkeypatch.setattr("autopar.verification.padding.room_bytes", lambda: 2**20)
+    with pytest.raises(PlanError, match=r"no narrow model can be made of its config: ValueError\('heads and width"):
+        check_padding(*prepared(lambda: hf.GPT2LMHeadModel(hf.GPT2Config(n_layer=2)), MASKED, 29, 32), 29, 32)
+
+
 @pytest.mark.parametrize("masked", ["left", "beyond the window"])
 def test_finite_masks_over_rows_that_see_no_key_do_change_gradients(masked: str) -> None:
     """Why both eager models above are refused: their pads count, though targets at masked tokens are ignored."""
