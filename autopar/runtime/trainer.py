@@ -29,7 +29,14 @@ from .optimizer import Optimizer, Tied, clip_factor, scale_gradients, square_sum
 from .padding import padded
 from .parameters import Value, buffer, materialise, parameter
 from .pipeline import Batch, make_run
-from .precision import LossScale, compute_dtype, default_dtype, not_finite, not_finite_error, overflow_error
+from .precision import (
+    LossScale,
+    compute_dtype,
+    default_dtype,
+    not_finite,
+    not_finite_error,
+    overflow_error,
+)
 from .random import seed_generators
 from .settings import Program
 from .weights import Names, read_weights

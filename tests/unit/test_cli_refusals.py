@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -84,9 +85,12 @@ def test_control_c_ends_what_runs(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import pathlib, time\npathlib.Path('started').touch()\ntime.sleep(60)\n")
     command = [sys.executable, "-m", "autopar.cli", "run", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    # A shell starts what runs in its background with SIGINT ignored, and so may have started these tests.
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as process:
+        command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=heard,
+    ) as process:  # fmt: skip
         deadline = time.monotonic() + 120
         while not (tmp_path / "started").exists() and time.monotonic() < deadline:
             time.sleep(0.1)
