@@ -11,7 +11,7 @@ _PUBLIC = {
     "estimate": "api",
     "Parallelized": "api",
     "Cluster": "cost_models.hardware",
-    "Plan": "plan",
+    "Plan": "plan.plan",
     "PlanError": "errors",
 }
 

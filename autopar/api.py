@@ -17,7 +17,8 @@ import sympy
 import torch
 from torch import nn
 
-from .compiler import compile_program, prepare
+from .compile.compiler import compile_program, prepare
+from .compile.solutions import Solutions, models_of, solve_layouts, with_placements
 from .cost_models.hardware import Cluster
 from .cost_models.opaque import opaque_note
 from .cost_models.step_time import Estimate
@@ -32,10 +33,9 @@ from .errors import PlanError
 from .ir.graph import B, Program, S
 from .ir.identifiers import printable
 from .ir.unread import unread_note
-from .options import PINS, check, check_names
-from .parity import Parity
 from .passes.islands import islands_note
-from .plan import Plan, asked_length
+from .plan.options import PINS, check, check_names
+from .plan.plan import Plan, asked_length
 from .progress import progress
 from .request import Job, OptimizerLike, make_job
 from .search.context_note import context_note
@@ -46,7 +46,6 @@ from .search.layouts import LAYOUTS
 from .search.pins import Pins
 from .search.search import SearchResult
 from .search.unknown_ops import warn_unknown
-from .solutions import Solutions, models_of, solve_layouts, with_placements
 from .trace.initialise import Weights, weights_of
 from .trace.layers import class_names
 from .trace.opaque import opaque_modules
@@ -54,6 +53,7 @@ from .trace.positions import check_positions
 from .trace.watch import layers_watched
 from .verification.folder import keep_original
 from .verification.padding import check_padding
+from .verification.parity import Parity
 from .verification.program import verify_plan
 
 

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from .errors import PlanError
 from .ir.identifiers import printable
-from .options import JOB, OPTIONS, PINS, Option, check, nearest
+from .plan.options import JOB, OPTIONS, PINS, Option, check, nearest
 
 _EXAMPLES = """\
 examples:

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 
 from .api import Parallelized, make_pins, parallelize
+from .compile.solutions import with_placements
 from .emit.overwrite import check_folder
 from .errors import PlanError
 from .given_plan import with_given
-from .options import JOB, OPTIONS, PINS
-from .plan import Plan
+from .plan.options import JOB, OPTIONS, PINS
+from .plan.plan import Plan
 from .search.explain import why_not
 from .search.job import check_choices
 from .search.search import Candidate
-from .solutions import with_placements
 from .trace.named import named_function, named_model
 from .verification.folder import verify_folder
 

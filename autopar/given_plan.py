@@ -6,18 +6,18 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from .api import Parallelized
-from .compiler import compile_program, cut_sequence
+from .compile.compiler import compile_program, cut_sequence
+from .compile.solutions import Key, Placements, models_of
 from .cost_models.compute import price_model
 from .cost_models.memory import host_room_bytes
 from .cost_models.step_time import estimate_price
 from .errors import InfeasibleError, PlanError
 from .ir.graph import Program
-from .options import CONTEXT_LAYOUTS, nearest
-from .plan import Plan
+from .plan.options import CONTEXT_LAYOUTS, nearest
+from .plan.plan import Plan
 from .search.layouts import LAYOUTS
 from .search.search import Candidate
 from .search.sizes import gib
-from .solutions import Key, Placements, models_of
 
 
 def with_given(result: Parallelized, plan: Plan) -> Parallelized:

@@ -14,8 +14,8 @@ from torch import nn
 from .cost_models.hardware import Cluster, default_gpu
 from .errors import PlanError
 from .ir.identifiers import identifier
-from .options import OPTIMIZERS, check, nearest, read_memory, shown
-from .plan import Optimizer
+from .plan.options import OPTIMIZERS, check, nearest, read_memory, shown
+from .plan.plan import Optimizer
 from .runtime.choices import Batch, Compute
 from .trace.asked import check_arguments, check_keywords, check_model
 from .trace.example_inputs import default_inputs, longest_sequence

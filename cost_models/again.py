@@ -16,9 +16,9 @@ from torch import fx
 
 from autopar.cost_models.layer_costs import CHUNKS, AgainCosts, B, S, Transfer
 from autopar.ir.graph import Role, info
-from autopar.recompute import LAYER, PARTS, choice
-from autopar.rules.regions import find_regions
-from autopar.rules.saved import Saved
+from autopar.liveness.regions import find_regions
+from autopar.liveness.saved import Saved
+from autopar.plan.recompute import LAYER, PARTS, choice
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from autopar.cost_models.collectives import Group, collective_time_s
 from autopar.cost_models.hardware import Hardware
 from autopar.cost_models.layer_costs import CHUNKS, B, LayerCosts, S, Transfer
 from autopar.errors import PlanError
-from autopar.recompute import LAYER, group_of
+from autopar.plan.recompute import LAYER, group_of
 
 _SMOOTHNESS = 4
 KINDS = ("matmul", "attention", "memory")

@@ -13,7 +13,7 @@ from autopar.cost_models.hardware import Hardware
 from autopar.cost_models.layer_costs import B, ModelCosts, S
 from autopar.cost_models.passed import Boundaries, boundary_evaluator
 from autopar.errors import PlanError
-from autopar.recompute import Again, by_layer, choice, is_whole
+from autopar.plan.recompute import Again, by_layer, choice, is_whole
 from autopar.runtime.choices import Mesh
 
 _GROUPS = (2, 3, 4, 6, 8)  # sizes that are searched

@@ -42,11 +42,11 @@ from autopar.ir.graph import (
 )
 from autopar.ir.heads import find_heads, why_no_head, with_chunks
 from autopar.ir.ops import gathered_attention, ring_attention
+from autopar.liveness.saved import Saved, local_bytes, numel, tensor_bytes
 from autopar.placement import Placement, Strategy
-from autopar.plan import Solution
+from autopar.plan.plan import Solution
 from autopar.rules import Axis, Rule, rule_of
 from autopar.rules.data_axis import DataTypes, data_types, is_batch_statistic
-from autopar.rules.saved import Saved, local_bytes, numel, tensor_bytes
 
 aten = torch.ops.aten
 _ZERO = sympy.Integer(0)

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from autopar.errors import PlanError
-from autopar.options import check, shown
+from autopar.plan.options import check, shown
 
 DEFAULT_GPU = "h100-sxm-80gb"
 GIB = 2**30

@@ -55,7 +55,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class AgainCosts:
-    """One choice of what a layer computes again in backward: `what` is a text of `autopar.recompute`.
+    """One choice of what a layer computes again in backward: `what` is a text of `autopar.plan.recompute`.
 
     saved_bytes: kept from forward to backward instead. live_bytes: what backward holds again at once.
     ops, transfers: places in the block's of what runs again (all up to the last op that keeps something).

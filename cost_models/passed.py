@@ -18,8 +18,8 @@ from torch import fx
 from autopar.cost_models.layer_costs import B, Passed, S, Table
 from autopar.ir.build import is_continuous
 from autopar.ir.graph import EPILOGUE, PROLOGUE, TABLES, Block, Call, Program, Role, info
+from autopar.liveness.saved import Saved, local_bytes, storage
 from autopar.placement import Strategy
-from autopar.rules.saved import Saved, local_bytes, storage
 
 Strategies = Mapping[str, Mapping[str, Strategy]]
 

@@ -2,7 +2,7 @@
 
     start[op] = max(end[previous op of the rank], end[op it depends on] + p2p),   end = start + duration
 
-The orders are those of autopar/schedules.py, which are torch's.
+The orders are those of autopar/plan/schedules.py, which are torch's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from autopar.schedules import MULTI_STAGE, Op, in_turn, source_of
+from autopar.plan.schedules import MULTI_STAGE, Op, in_turn, source_of
 
 Array = npt.NDArray[np.float64]
 _STEADY = 8  # rounds after which a step may grow by the same time a round

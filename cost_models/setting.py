@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from autopar.cost_models.collectives import Group, axis_group, sharding_groups
 from autopar.cost_models.hardware import Hardware
 from autopar.cost_models.states import States
-from autopar.plan import Optimizer, Plan
+from autopar.plan.plan import Optimizer, Plan
+from autopar.plan.schedules import Held, held
 from autopar.runtime.choices import Batch, Compute, Mesh, Sharding
-from autopar.schedules import Held, held
 
 
 @dataclass(frozen=True)

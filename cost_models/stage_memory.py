@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from autopar.cost_models.block import AgainPrice, BlockPrice
 from autopar.cost_models.compute import ModelPrice, StageShape, stage_blocks
 from autopar.cost_models.setting import Setting
-from autopar.schedules import Held
+from autopar.plan.schedules import Held
 
 
 @dataclass(frozen=True)

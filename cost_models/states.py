@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.errors import PlanError
-from autopar.plan import MASTERS, Optimizer
+from autopar.plan.plan import MASTERS, Optimizer
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 

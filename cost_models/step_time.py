@@ -18,7 +18,7 @@ from autopar.cost_models.pipeline import simulate_one
 from autopar.cost_models.setting import Setting, setting_of
 from autopar.cost_models.stage_ledger import StageLedger, TimeTerm, limited_by, recomputed, time_terms
 from autopar.cost_models.update import after_pipeline
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from autopar.cost_models.layer_costs import Transfer
 from autopar.ir.custom import LINEAR_CROSS_ENTROPY
 from autopar.ir.graph import NodeInfo, arguments, info, node_inputs
 from autopar.ir.ops import convert, ring_attention
+from autopar.liveness.saved import local_bytes, numel, tensor_bytes
 from autopar.placement import GRAD_PARTIAL, Placement, Strategy, conversion
 from autopar.rules.arguments import option
-from autopar.rules.saved import local_bytes, numel, tensor_bytes
 
 aten = torch.ops.aten
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, Protocol
 
 from autopar.ir.graph import Program
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.rules.verify import Level
 
 

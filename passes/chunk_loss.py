@@ -8,7 +8,7 @@ from typing import ClassVar
 from autopar.errors import PlanError
 from autopar.ir.graph import EPILOGUE, Program
 from autopar.ir.heads import find_heads, why_no_head, with_chunks
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.rules.verify import Level
 
 

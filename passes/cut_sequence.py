@@ -14,7 +14,7 @@ from autopar.ir.graph import COUNT, NodeInfo, Program, Role, S, Shape, info, nod
 from autopar.ir.ops import gathered_attention, ring_attention
 from autopar.ir.values import drop_unread
 from autopar.placement import Shard
-from autopar.plan import Plan, asked_length, lengths_that_work
+from autopar.plan.plan import Plan, asked_length, lengths_that_work
 from autopar.rules.arguments import option
 from autopar.rules.attention import is_causal, is_zigzag
 from autopar.rules.verify import Level

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from autopar.ir.build import eliminate_dead
 from autopar.ir.graph import Program, Role
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.rules.verify import Level
 
 

@@ -12,7 +12,7 @@ from torch import fx
 
 from autopar.ir.build import call, eliminate_dead, replace_node
 from autopar.ir.graph import MODEL, Program, arguments, info, node_inputs
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.rules import views
 from autopar.rules.verify import Level
 

@@ -10,7 +10,7 @@ from torch import fx
 
 from autopar.ir.build import eliminate_dead
 from autopar.ir.graph import Program, arguments, info, node_inputs
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.rules.arguments import option
 from autopar.rules.verify import Level
 

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from autopar.ir.graph import B, Program, info, node_inputs
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.rules.losses import is_raised_loss
 from autopar.rules.verify import Level
 

@@ -15,7 +15,7 @@ from autopar.ir.graph import Block, Program, Role, arguments, info, node_inputs,
 from autopar.ir.ops import convert
 from autopar.ir.share import Share
 from autopar.placement import PARTIAL, REPLICATE, Placement, Shard, Strategy
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.rules.verify import Level
 
 aten = torch.ops.aten

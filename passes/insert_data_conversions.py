@@ -12,7 +12,7 @@ from torch import fx
 from autopar.ir.graph import Block, Program, Role, info, set_info
 from autopar.ir.ops import convert
 from autopar.placement import Placement, Strategy
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.rules.data_axis import AXIS, becomes_share, data_types
 from autopar.rules.verify import Level
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 from autopar.ir.graph import Program, arguments
 from autopar.ir.ops import COLLECTIVES, convert
 from autopar.placement import Placement, conversion
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.rules.verify import Level
 
 

@@ -12,7 +12,7 @@ from torch import fx
 from autopar.ir.build import call, eliminate_dead, replace_node
 from autopar.ir.counts import Counts, of_inputs_only
 from autopar.ir.graph import COUNT, MODEL, B, Program, Shape, arguments, info, node_inputs
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.rules.arguments import option
 from autopar.rules.losses import MEAN, SUM, terms
 from autopar.rules.losses import RULES as LOSSES

@@ -11,7 +11,7 @@ from torch import fx
 from autopar.ir.build import eliminate_dead
 from autopar.ir.graph import MODEL, Program, Role, arguments, info, node_inputs
 from autopar.ir.results import RESULT_OF
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.rules.arguments import option
 from autopar.rules.verify import Level
 

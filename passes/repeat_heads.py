@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from autopar.ir.graph import Program, Role, info, node_inputs, set_info
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.rules.verify import Level
 
 aten = torch.ops.aten

@@ -8,7 +8,7 @@ from typing import ClassVar
 from autopar.errors import PlanError
 from autopar.ir.graph import Program, node_inputs, update_info
 from autopar.placement import REPLICATE, Strategy
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.rules.verify import Level
 
 

@@ -12,7 +12,7 @@ from torch import fx
 
 from autopar.ir.build import call, eliminate_dead
 from autopar.ir.graph import MODEL, Block, Program, Role, info, node_inputs
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.rules.arguments import option
 from autopar.rules.verify import Level
 from autopar.trace.lists import LayerLists, layer_lists

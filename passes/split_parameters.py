@@ -11,7 +11,7 @@ from torch import fx
 from autopar.errors import PlanError
 from autopar.ir.build import eliminate_dead, replace_node
 from autopar.ir.graph import MODEL, Fused, Program, Role, TensorInfo, arguments, info, set_info
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.rules.verify import Level
 
 aten = torch.ops.aten

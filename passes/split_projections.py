@@ -11,7 +11,7 @@ from torch import fx
 
 from autopar.ir.build import call, eliminate_dead, replace_node
 from autopar.ir.graph import MODEL, Program, Role, Shape, arguments, info
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.rules.verify import Level
 
 aten = torch.ops.aten

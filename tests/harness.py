@@ -33,11 +33,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.errors import PlanError
-from autopar.parity import loss_of as loss_among
-from autopar.parity import relative_errors
 from autopar.runtime.precision import raise_float32
 from autopar.trace.moe import written_experts
 from autopar.verification import ranks
+from autopar.verification.parity import loss_of as loss_among
+from autopar.verification.parity import relative_errors
 
 __all__ = [
     "RankError",

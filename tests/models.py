@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar.compiler import run
+from autopar.compile.compiler import run
 from autopar.ir.graph import NodeInfo, Program
 from autopar.passes import PREPARE
 from autopar.placement import Placement, Strategy

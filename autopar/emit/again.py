@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ..ir.graph import Program
-from ..recompute import LAYER, by_layer, group_of, regions_of
+from ..plan.recompute import LAYER, by_layer, group_of, regions_of
 from .emission import tuple_text
 
 

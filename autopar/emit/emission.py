@@ -9,7 +9,7 @@ from torch import fx
 
 from ..ir.graph import EPILOGUE, PROLOGUE, Block, Call, Program, Role, info
 from ..placement import Kind
-from ..plan import Plan
+from ..plan.plan import Plan
 from .body import Body, untold_sizes
 from .call_names import block_arguments, value_names
 from .comments import placement_text

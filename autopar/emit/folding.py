@@ -9,7 +9,7 @@ from torch import fx
 
 from ..ir.graph import Role, info, node_inputs
 from ..ir.ops import is_collective
-from ..rules.regions import is_random as draws
+from ..liveness.regions import is_random as draws
 from .idioms import part, rotate
 from .roles import ACTIVATIONS, ATTENTIONS, DROPOUT, HEAVY, NORMS, SOFTMAX, Roles, is_bias_add, is_postfix
 

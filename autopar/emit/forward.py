@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import PlanError
 from ..ir.graph import EPILOGUE, PROLOGUE, TABLES, Call, Role, info
 from ..ir.sizes import dims_of
-from ..recompute import Again, by_layer
+from ..plan.recompute import Again, by_layer
 from .body import untold_sizes
 from .emission import Emission
 from .groups import group_of_layer, method_name

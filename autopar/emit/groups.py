@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..ir.graph import Program
-from ..recompute import Again
+from ..plan.recompute import Again
 from .emission import tuple_text
 from .layer_runs import Run, offset, parent
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..ir.graph import Program
-from ..plan import Plan
-from ..recompute import summary
+from ..plan.plan import Plan
+from ..plan.recompute import summary
 from .emission import Predicted
 from .text import docstring as docstring_lines
 

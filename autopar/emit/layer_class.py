@@ -8,7 +8,7 @@ from torch import fx
 
 from ..errors import PlanError
 from ..ir.graph import Block, Call, Role, info
-from ..recompute import by_layer
+from ..plan.recompute import by_layer
 from . import again, recomputed
 from .body import untold_sizes
 from .emission import Emission

@@ -11,7 +11,7 @@ from ..errors import PlanError
 from ..ir.graph import Program, Role, info
 from ..ir.identifiers import COUNTS, identifier
 from ..ir.ops import COLLECTIVES
-from ..recompute import by_layer
+from ..plan.recompute import by_layer
 
 _GLOBALS = frozenset({
     "torch", "nn", "F", "checkpoint", "Settings", "Model", "count_targets",

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..plan import Plan
+from ..plan.plan import Plan
 from ..trace.initialise import Weights
 from .opaque import save_opaque
 

@@ -9,8 +9,8 @@ from typing import Any
 from torch import fx
 
 from ..ir.graph import AgainRegion, Block, Role, info, node_inputs, set_info
+from ..liveness.regions import gathered_order, is_random
 from ..placement import Strategy
-from ..rules.regions import gathered_order, is_random
 from .idioms import part
 from .names import value_name
 from .roles import Roles

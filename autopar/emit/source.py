@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from ..ir.graph import COUNT, B, Block, Program, Role, info
-from ..plan import Plan
+from ..plan.plan import Plan
 from .body import sizes_in
 from .constants import constants
 from .emission import Emission, Predicted

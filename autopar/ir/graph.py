@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from ..placement import Placement, Strategy
-from ..recompute import Again
+from ..plan.recompute import Again
 from .custom import OpaqueCall
 from .identifiers import COUNTS
 from .lengths import FixedLength

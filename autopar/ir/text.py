@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import fx
 
-from ..recompute import to_plain
+from ..plan.recompute import to_plain
 from .graph import Block, Program, info, op_name
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import PlanError
-from ..plan import Plan
+from ..plan.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The choices of a plan, by what they are about: mesh, batch, pipeline, sharding, compute.
 
 A choice is declared here alone: flags, pins, plan.yaml and SETTINGS are derived from these fields and what `choice`
-says of each. What backward computes again is in `autopar/recompute.py`: no program reads it when it runs.
+says of each. What backward computes again is in `autopar/plan/recompute.py`: no program reads it when it runs.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopar.cost_models.compute import ModelPrice
-from autopar.schedules import MULTI_STAGE
+from autopar.plan.schedules import MULTI_STAGE
 
 from .space import Choice
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 from ..ir.graph import Program, info
 from ..placement import Shard, Strategy
-from ..plan import Solution
+from ..plan.plan import Solution
 from ..rules import rule_of
 
 _WAYS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopar.cost_models.hardware import Cluster
 from autopar.errors import PlanError
-from autopar.plan import asked_length, check_cut, check_precision
+from autopar.plan.plan import asked_length, check_cut, check_precision
 
 from .pins import Pins, Request
 from .sizes import divisors, listed

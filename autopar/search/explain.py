@@ -9,8 +9,8 @@ from tabulate import tabulate
 
 from autopar.cost_models.stage_ledger import StageLedger
 from autopar.cost_models.step_time import Estimate
-from autopar.plan import Plan
-from autopar.recompute import summary
+from autopar.plan.plan import Plan
+from autopar.plan.recompute import summary
 
 from .search import Candidate, SearchResult
 from .sizes import gib, unit_for

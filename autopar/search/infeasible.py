@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from autopar.cost_models.compute import ModelPrice, StageShape, stage_shape
 from autopar.cost_models.hardware import Hardware, unit_of
 from autopar.cost_models.memory import MemoryTerm, host_room_bytes, rank_host_ledger, rank_ledger, total_bytes
-from autopar.recompute import LAYER
+from autopar.plan.recompute import LAYER
 
 from .loss_chunks import smallest_logits
 from .pins import Recompute, Request

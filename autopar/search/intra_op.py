@@ -29,7 +29,7 @@ from ..errors import InfeasibleError
 from ..ir.build import is_continuous
 from ..ir.graph import TABLES, B, Block, NodeInfo, Program, Role, S, info, node_inputs
 from ..placement import GRAD_PARTIAL, PARTIAL, REPLICATE, Placement, Shard, Strategy, conversion
-from ..plan import Solution
+from ..plan.plan import Solution
 from ..rules import Axis, rule_of, strategies
 from .layouts import FREE, Layout
 from .op_costs import Costs

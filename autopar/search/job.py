@@ -10,8 +10,8 @@ from ..errors import PlanError
 from ..ir.graph import B, Program, S
 from ..ir.lengths import check_multiple
 from ..ir.units import read_elsewhere
-from ..options import check
-from ..plan import asked_length
+from ..plan.options import check
+from ..plan.plan import asked_length
 from ..request import Job, batch_of, default_batch, default_precision, read_cluster
 from ..rules.data_axis import data_types
 from ..runtime.choices import Compute

@@ -11,7 +11,7 @@ from torch import fx
 
 from ..ir.graph import Program, S, info, node_inputs
 from ..placement import GRAD_PARTIAL, REPLICATE, Placement, Shard, Strategy
-from ..plan import Solution
+from ..plan.plan import Solution
 from ..rules import Axis, rule_of
 from ..rules.attention import is_zigzag
 

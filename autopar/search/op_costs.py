@@ -17,9 +17,9 @@ from ..cost_models.hardware import Hardware
 from ..cost_models.layer_costs import Transfer
 from ..cost_models.transfers import conversion_transfers, op_transfers, parameter_transfers
 from ..ir.graph import B, NodeInfo, S, info
+from ..liveness.saved import tensor_bytes
 from ..placement import Placement, Strategy
 from ..rules import rule_of
-from ..rules.saved import tensor_bytes
 from ..runtime.choices import Mesh
 
 _LAUNCH_S = 5e-6  # one eager kernel

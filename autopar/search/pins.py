@@ -8,9 +8,9 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from autopar.errors import PlanError
-from autopar.options import CHOICES, PINS, check, check_names, shown
-from autopar.plan import Optimizer
-from autopar.recompute import Activations, Again, choice, whole_layers
+from autopar.plan.options import CHOICES, PINS, check, check_names, shown
+from autopar.plan.plan import Optimizer
+from autopar.plan.recompute import Activations, Again, choice, whole_layers
 from autopar.rules.coupling import Coupling
 from autopar.runtime.choices import Batch, Compute, Sharding
 
@@ -21,7 +21,7 @@ Values = TypeVar("Values", bound=Any)
 
 
 class Pins:
-    """Choices fixed by the user, by the names of `PINS` in `options.py`; one that is left free is None.
+    """Choices fixed by the user, by the names of `PINS` in `plan/options.py`; one that is left free is None.
 
     forbid: values that are not to be chosen, by the same names.
     """

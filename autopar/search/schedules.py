@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from autopar.plan.schedules import MULTI_STAGE, why_not
 from autopar.runtime.choices import SCHEDULES
-from autopar.schedules import MULTI_STAGE, why_not
 
 if TYPE_CHECKING:
     from .pins import Pins

@@ -18,9 +18,9 @@ from autopar.cost_models.layer_costs import ModelCosts
 from autopar.cost_models.step_time import Estimate, estimate_price
 from autopar.cost_models.update import update_time_s
 from autopar.errors import InfeasibleError
-from autopar.plan import Plan, Solution
+from autopar.plan.plan import Plan, Solution
+from autopar.plan.recompute import Again
 from autopar.progress import progress
-from autopar.recompute import Again
 from autopar.rules.coupling import Coupling
 from autopar.runtime.choices import Mesh, Pipeline
 

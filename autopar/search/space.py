@@ -8,9 +8,9 @@ from itertools import product
 
 from autopar.cost_models.hardware import Cluster
 from autopar.errors import PlanError
-from autopar.recompute import MOST_LAYERS
+from autopar.plan.recompute import MOST_LAYERS
+from autopar.plan.schedules import why_not_split
 from autopar.runtime.choices import AXES, Batch, Mesh, Sharding
-from autopar.schedules import why_not_split
 
 from .contradictions import check
 from .pins import Request

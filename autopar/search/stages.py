@@ -20,7 +20,7 @@ from autopar.cost_models.memory import (
 )
 from autopar.cost_models.setting import Setting
 from autopar.cost_models.stage_memory import StageMemory, again_bytes, memory_of
-from autopar.recompute import LAYER, Again, again_of, group_of, regions_of
+from autopar.plan.recompute import LAYER, Again, again_of, group_of, regions_of
 
 from .boundaries import TIE, Ranges, split
 from .pins import Recompute, Request

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..errors import PlanError
 from ..ir.identifiers import is_plain
-from ..options import check_names, shown
+from ..plan.options import check_names, shown
 
 
 def check_arguments(model: Any, inputs: Any, loss: Any) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..errors import PlanError
-from ..options import nearest
+from ..plan.options import nearest
 
 
 def named_model(

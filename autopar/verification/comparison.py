@@ -9,8 +9,8 @@ from typing import Any
 
 from tabulate import tabulate
 
-from ..parity import TOLERANCE
 from .edits import Edits
+from .parity import TOLERANCE
 from .ranks import relative
 
 _SHOWN = 5

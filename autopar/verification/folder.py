@@ -23,7 +23,7 @@ from torch import nn
 from ..emit.overwrite import KEPT, WRITTEN
 from ..errors import PlanError
 from ..ir.graph import Program
-from ..plan import Plan
+from ..plan.plan import Plan
 from ..progress import progress
 from ..request import Job, with_loss
 from ..trace.huggingface import is_huggingface

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..compiler import prepare
+from ..compile.compiler import prepare
 from ..errors import PlanError
 from ..ir.graph import Call, Program, Role
 from ..ir.unread import read_names

@@ -17,14 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..compiler import compile_program, prepare
+from ..compile.compiler import compile_program, prepare
 from ..emit.emission import Predicted
 from ..emit.opaque import pack_opaque, save_opaque
 from ..emit.source import model_source
 from ..errors import PlanError
 from ..ir.graph import Program
-from ..parity import Parity, train_original
-from ..plan import Plan
+from ..plan.plan import Plan
 from ..progress import progress
 from ..request import Job
 from ..rules.random import draws
@@ -33,6 +32,7 @@ from ..trace.huggingface import without_cache
 from ..trace.initialise import tensors_of
 from ..trace.moe import written_experts
 from ..trace.opaque import opaque_modules
+from .parity import Parity, train_original
 from .ranks import Task, relative, run_task, steps_done
 from .samples import inputs_of, random_batch
 from .shrink import small_enough

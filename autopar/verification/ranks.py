@@ -32,9 +32,9 @@ from torch import Tensor
 
 from ..emit.load import load_source
 from ..errors import PlanError
-from ..parity import no_dropout, part_errors, relative_error
 from ..runtime.opaque import FILE
-from ..same_draws import same_draws
+from .parity import no_dropout, part_errors, relative_error
+from .same_draws import same_draws
 
 TIMEOUT_S = 300
 _AFTER_A_FAILURE_S = 5

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from ..errors import PlanError
-from ..plan import Plan
-from ..recompute import Again, group_of
+from ..plan.plan import Plan
+from ..plan.recompute import Again, group_of
 from ..request import Job, with_loss
 from ..rules.attention import is_short
 from ..runtime.choices import AXES, Mesh

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.runtime.precision import LossScale
 from tests.distributed.programs import OPTIMIZERS, Batch, Subject, compare, local_batch, trainer_of, worst
 from tests.harness import run_ranks

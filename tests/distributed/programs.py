@@ -18,15 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.compiler import compile_program, cut_sequence, with_heads
+from autopar.compile.compiler import compile_program, cut_sequence, with_heads
 from autopar.cost_models.hardware import gpu
 from autopar.emit.emission import Predicted
 from autopar.emit.load import load_source
 from autopar.emit.source import model_source
 from autopar.ir.graph import B, Program, S
-from autopar.parity import relative_errors
-from autopar.plan import Optimizer, Plan, Solution
-from autopar.recompute import Again, choice, whole_layers
+from autopar.plan.plan import Optimizer, Plan, Solution
+from autopar.plan.recompute import Again, choice, whole_layers
 from autopar.rules import Axis
 from autopar.runtime.choices import Mesh
 from autopar.runtime.opaque import OpaqueModule
@@ -35,6 +34,7 @@ from autopar.search.intra_op import solve
 from autopar.search.layouts import MEGATRON, RING, Layout, context_axis
 from autopar.search.op_costs import Costs, TimeCosts
 from autopar.trace.opaque import opaque_modules
+from autopar.verification.parity import relative_errors
 from tests import models
 from tests.harness import Reference, cast, reference_run, run_ranks
 

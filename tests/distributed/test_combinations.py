@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from autopar.errors import PlanError
-from autopar.plan import Plan, Solution
+from autopar.plan.plan import Plan, Solution
 from autopar.runtime import compiled
 from autopar.runtime.choices import Mesh
 from autopar.search.layouts import ALL_GATHER, MEGATRON, MEGATRON_SP, RING, ULYSSES

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.runtime import compiled
 from autopar.search.layouts import MEGATRON_SP
 from tests.distributed.half import assert_half

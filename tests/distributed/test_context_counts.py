@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.compiler import cut_sequence
+from autopar.compile.compiler import cut_sequence
 from autopar.cost_models.describe import describe
 from autopar.ir.graph import B, S
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.runtime.data_parallel import local_part
 from autopar.runtime.trainer import Trainer
 from autopar.search.layouts import ALL_GATHER, MEGATRON_SP, RING, ULYSSES, Layout, replicated

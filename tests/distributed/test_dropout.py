@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from autopar.emit.load import load_source
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.runtime import random
 from autopar.runtime.trainer import Trainer
 from autopar.search.layouts import MEGATRON, MEGATRON_SP

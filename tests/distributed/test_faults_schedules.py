@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from autopar.plan.schedules import held
 from autopar.runtime.pipeline import _Stage
-from autopar.schedules import held
 from tests.distributed.programs import GLOBAL_BATCH, batches, gpt, local_batch, trainer_of
 from tests.harness import run_ranks
 

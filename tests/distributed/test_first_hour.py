@@ -16,10 +16,10 @@ import torch
 
 from autopar import parallelize
 from autopar.api import Parallelized
+from autopar.compile.solutions import models_of
 from autopar.errors import PlanError
 from autopar.search.job import illegal_sizes, search_job
 from autopar.search.pins import Pins
-from autopar.solutions import models_of
 from autopar.trace.opaque import opaque_modules
 from autopar.verification.samples import inputs_of, random_batch
 from autopar.verification.shrink import seeded

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from autopar.errors import PlanError
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.request import with_loss
-from autopar.same_draws import same_draws
 from autopar.search.layouts import FREE, MEGATRON, MEGATRON_SP
+from autopar.verification.same_draws import same_draws
 from tests import models
 from tests.distributed.programs import Subject, parity, subject
 from tests.distributed.test_random_plans import RandomCosts

@@ -15,7 +15,7 @@ from autopar.cost_models.hardware import Cluster, gpu
 from autopar.cost_models.step_time import estimate
 from autopar.errors import PlanError
 from autopar.ir.graph import B, S
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.runtime.memory import LiveStorage
 from autopar.search.layouts import MEGATRON_SP, replicated
 from autopar.search.op_costs import TimeCosts

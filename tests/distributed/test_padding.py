@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.search.layouts import ALL_GATHER, MEGATRON_SP, RING, ULYSSES
 from tests import models
 from tests.distributed.programs import (

@@ -16,13 +16,13 @@ import pytest
 import torch
 from torch import fx
 
-from autopar.compiler import compile_program
+from autopar.compile.compiler import compile_program
 from autopar.emit.emission import Predicted
 from autopar.emit.source import model_source
 from autopar.ir.graph import NodeInfo
 from autopar.ir.ops import is_collective
 from autopar.placement import CONVERSIONS, Placement, Strategy
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.search.layouts import FREE
 from tests.distributed.programs import Subject, batches, compare, gpt, llama, local_batch, parallel, trainer_of
 from tests.harness import Reference, run_ranks

@@ -16,8 +16,8 @@ from autopar.cost_models.hardware import gpu
 from autopar.cost_models.stage_memory import stage_memory
 from autopar.emit.load import load_source
 from autopar.ir.graph import B, S
-from autopar.plan import Plan
-from autopar.recompute import by_layer
+from autopar.plan.plan import Plan
+from autopar.plan.recompute import by_layer
 from autopar.runtime.memory import LiveStorage
 from autopar.runtime.trainer import Trainer
 from autopar.search.layouts import MEGATRON_SP, replicated

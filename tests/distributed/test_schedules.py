@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from autopar.errors import PlanError
-from autopar.schedules import MULTI_STAGE
+from autopar.plan.schedules import MULTI_STAGE
 from autopar.search.layouts import MEGATRON_SP
 from tests.distributed.families import family
 from tests.distributed.half import assert_half

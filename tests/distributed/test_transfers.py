@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autopar.cost_models.compute import stage_shape
 from autopar.cost_models.stage_memory import stage_memory
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.runtime.memory import LiveStorage
 from tests.distributed.families import family
 from tests.distributed.programs import SEQUENCE, Subject, batches, gpt, local_batch, trainer_of

@@ -14,7 +14,7 @@ from autopar.ir.custom import EXPERTS
 from autopar.ir.graph import MODEL, Block, Call, NodeInfo, Program, Role, info, node_inputs, set_info, update_info
 from autopar.passes.insert_conversions import InsertConversions
 from autopar.placement import Strategy
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.rules import Axis, rule_of, strategies
 from autopar.rules.verify import Level, verify
 from autopar.runtime.choices import Mesh

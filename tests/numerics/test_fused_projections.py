@@ -12,15 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.compiler import compile_program, prepare
+from autopar.compile.compiler import compile_program, prepare
 from autopar.ir.graph import B, Program, S, info, node_inputs
-from autopar.parity import relative_errors
 from autopar.placement import Shard
-from autopar.plan import Plan, Solution
+from autopar.plan.plan import Plan, Solution
 from autopar.rules import Axis
 from autopar.runtime.choices import Mesh
 from autopar.search.intra_op import solve
 from autopar.search.layouts import FREE, MEGATRON, MEGATRON_SP, Layout
+from autopar.verification.parity import relative_errors
 from tests.models import RandomCosts
 from tests.numerics.spmd import run_program
 

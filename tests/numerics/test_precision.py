@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.compiler import compile_program, prepare
+from autopar.compile.compiler import compile_program, prepare
 from autopar.emit.emission import Predicted
 from autopar.emit.load import load_source
 from autopar.emit.source import model_source
-from autopar.plan import Optimizer, Plan, Solution
+from autopar.plan.plan import Optimizer, Plan, Solution
 from autopar.runtime.choices import Mesh
 from autopar.runtime.trainer import Trainer
 from autopar.trace.huggingface import default_inputs

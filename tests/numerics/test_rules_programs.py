@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.compiler import compile_program
+from autopar.compile.compiler import compile_program
 from autopar.ir.graph import B, Program, S
-from autopar.parity import relative_errors
 from autopar.placement import CONVERSIONS
-from autopar.plan import Plan, Solution
+from autopar.plan.plan import Plan, Solution
 from autopar.rules import Axis
 from autopar.runtime.choices import Mesh
 from autopar.runtime.precision import raise_float32
 from autopar.search.intra_op import solve
 from autopar.search.layouts import FREE, MEGATRON, MEGATRON_SP, Layout
+from autopar.verification.parity import relative_errors
 from examples.gpt import GPT
 from tests.models import VOCABULARY, RandomCosts, gpt, llama, qwen2
 from tests.numerics.spmd import run_program

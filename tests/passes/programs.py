@@ -27,7 +27,7 @@ from autopar.ir.text import program_text
 from autopar.passes import Pass
 from autopar.passes.shard_parameters import ShardParameters
 from autopar.placement import Strategy
-from autopar.plan import Plan, Solution
+from autopar.plan.plan import Plan, Solution
 from autopar.runtime.choices import Mesh
 
 aten = torch.ops.aten

@@ -8,7 +8,7 @@ from autopar.errors import PlanError
 from autopar.ir.graph import Program, info
 from autopar.ir.text import program_text
 from autopar.passes.chunk_loss import ChunkLoss
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
 from tests.passes.programs import assert_becomes, plan, read, typed
 
 HEAD = """

@@ -11,7 +11,7 @@ from autopar.ir.text import program_text
 from autopar.passes.cut_sequence import CutSequence
 from autopar.passes.insert_conversions import InsertConversions
 from autopar.passes.shard_parameters import ShardParameters
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
 from tests.passes.programs import context_plan, read
 
 _LAYER = """

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.compiler import prepare
+from autopar.compile.compiler import prepare
 from autopar.ir.graph import MODEL
 from autopar.passes.fit_literals import FitLiterals
 from tests.passes.programs import assert_becomes, read

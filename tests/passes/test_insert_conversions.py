@@ -2,7 +2,7 @@
 
 from autopar.ir.graph import Program
 from autopar.passes.insert_conversions import InsertConversions
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
 from tests.passes.programs import assert_becomes, plan, read, typed
 
 

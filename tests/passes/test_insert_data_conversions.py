@@ -2,7 +2,7 @@
 
 from autopar.passes.insert_data_conversions import InsertDataConversions
 from autopar.passes.lower_conversions import LowerConversions
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.runtime.choices import Mesh
 from tests.passes.programs import assert_becomes, plan, read, typed
 

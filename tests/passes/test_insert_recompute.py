@@ -4,7 +4,7 @@ import pytest
 
 from autopar.errors import PlanError
 from autopar.passes.insert_recompute import InsertRecompute
-from autopar.recompute import whole_layers
+from autopar.plan.recompute import whole_layers
 from tests.passes.programs import plan, read
 
 LAYERS = """

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.compiler import prepare
+from autopar.compile.compiler import prepare
 from autopar.ir.graph import Program, Role, info
 from autopar.ir.text import block_text, program_text
 from autopar.passes.normalize_loss import NormalizeLoss

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from autopar.api import dump_folder, parallelize
-from autopar.compiler import compile_program, run
+from autopar.compile.compiler import compile_program, run
 from autopar.errors import TypeCheckError
 from autopar.ir.graph import Program
 from autopar.passes import CONTEXT, PASSES, PREPARE, Pass
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.rules.verify import Level
 from examples.gpt import GPT, GPTConfig
 from tests.models import gpt

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.compiler import prepare
+from autopar.compile.compiler import prepare
 from autopar.ir.graph import info, node_inputs
 from autopar.passes.share_masks import ShareMasks
 from tests.passes.programs import assert_becomes

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.compiler import prepare
+from autopar.compile.compiler import prepare
 from autopar.ir.graph import Program, info
 from tests.interpreter import run_program
 

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.compiler import prepare
+from autopar.compile.compiler import prepare
 from autopar.errors import PlanError
-from autopar.parity import no_dropout, relative_errors
 from autopar.runtime.precision import raise_float32
 from autopar.trace.example_inputs import default_inputs
 from autopar.trace.moe import written_experts
+from autopar.verification.parity import no_dropout, relative_errors
 from tests.interpreter import run_program
 from tests.sweep.configs import VOCABULARY, shrink
 

@@ -13,8 +13,8 @@ import torch
 import autopar
 from autopar.api import Parallelized, estimate, parallelize
 from autopar.errors import PlanError
-from autopar.plan import Plan
-from autopar.recompute import whole_layers
+from autopar.plan.plan import Plan
+from autopar.plan.recompute import whole_layers
 from autopar.runtime.weights import draw
 from examples.gpt import GPT, GPTConfig
 from tests.harness import run_ranks

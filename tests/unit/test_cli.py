@@ -14,10 +14,10 @@ import yaml
 
 from autopar.api import Parallelized
 from autopar.cli import main
-from autopar.compiler import prepare
-from autopar.parity import Parity
-from autopar.plan import Plan
-from autopar.recompute import whole_layers
+from autopar.compile.compiler import prepare
+from autopar.plan.plan import Plan
+from autopar.plan.recompute import whole_layers
+from autopar.verification.parity import Parity
 
 TINY = """
 import torch

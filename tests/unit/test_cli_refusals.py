@@ -17,7 +17,7 @@ import yaml
 from autopar.api import parallelize
 from autopar.cli import main
 from autopar.errors import PlanError
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.runtime.choices import Mesh
 
 ROOT = Path(__file__).resolve().parents[2]

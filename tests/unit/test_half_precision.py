@@ -10,7 +10,7 @@ import torch
 
 import autopar
 from autopar.errors import PlanError
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
 from examples.gpt import GPT, GPTConfig
 
 IDS = torch.zeros(2, 16, dtype=torch.long)

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopar.parity import relative_errors
 from autopar.runtime.precision import raise_float32
+from autopar.verification.parity import relative_errors
 from tests.harness import RankError, assert_golden, assert_parity, reference_run, run_ranks
 
 

@@ -17,8 +17,8 @@ from torch import nn
 from autopar.api import parallelize
 from autopar.cost_models.hardware import Cluster
 from autopar.errors import PlanError
-from autopar.options import JOB, OPTIONS, PINS
-from autopar.plan import Plan
+from autopar.plan.options import JOB, OPTIONS, PINS
+from autopar.plan.plan import Plan
 from autopar.runtime.choices import Mesh
 from autopar.search.sizes import divisors
 

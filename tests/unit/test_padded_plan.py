@@ -17,7 +17,7 @@ import autopar
 from autopar.api import Parallelized
 from autopar.cli import main
 from autopar.errors import PlanError
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.runtime.data import StandardLibrary, load_dataset
 from autopar.runtime.padding import padded
 from examples.gpt import GPT, GPTConfig

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.compiler import prepare
+from autopar.compile.compiler import prepare
 from autopar.errors import PlanError
 from autopar.ir.graph import S, TensorInfo
 from autopar.ir.padding import Padding

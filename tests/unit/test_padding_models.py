@@ -10,7 +10,7 @@ import torch
 import transformers as hf
 from torch import nn
 
-from autopar.compiler import prepare
+from autopar.compile.compiler import prepare
 from autopar.errors import PlanError
 from autopar.ir.graph import Program
 from autopar.request import Job, make_job

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from autopar.errors import PlanError
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.runtime.choices import Mesh
 
 PLAN = Plan.of(Mesh(dp=8), 64, 1, 16, ((0, 4),), zero=3)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import autopar
-from autopar.options import OPTIONS, PINS
+from autopar.plan.options import OPTIONS, PINS
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import PlanError
-from autopar.plan import Plan
-from autopar.recompute import Again, again_of, by_layer, choice, from_plain, summary, to_plain, whole_layers
+from autopar.plan.plan import Plan
+from autopar.plan.recompute import Again, again_of, by_layer, choice, from_plain, summary, to_plain, whole_layers
 from autopar.runtime.choices import Mesh
 
 MIXED = (Again(0, 12, "attention core, mlp"), Again(12, 13), Again(14, 20, "groups of 3"))

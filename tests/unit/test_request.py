@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from autopar.cost_models.hardware import Cluster
 from autopar.errors import PlanError
-from autopar.options import read_memory
-from autopar.plan import Optimizer
+from autopar.plan.options import read_memory
+from autopar.plan.plan import Optimizer
 from autopar.request import Job, make_job, read_optimizer, with_loss
 
 IDS = torch.zeros(2, 16, dtype=torch.long, device="meta")

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.compiler import prepare
+from autopar.compile.compiler import prepare
 from autopar.errors import PlanError
 from autopar.ir.graph import B, S, TensorInfo
 from autopar.rules.padding import paddings_of

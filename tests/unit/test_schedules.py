@@ -15,8 +15,8 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
 )
 
-from autopar.rendezvous import Post, Transfer, deadlock, posts
-from autopar.schedules import MULTI_STAGE, Held, Op, held, in_flight, in_turn, order, why_not, why_not_split
+from autopar.plan.deadlock import Post, Transfer, deadlock, posts
+from autopar.plan.schedules import MULTI_STAGE, Held, Op, held, in_flight, in_turn, order, why_not, why_not_split
 
 TORCH: dict[str, Any] = {
     "gpipe": ScheduleGPipe,

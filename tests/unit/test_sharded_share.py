@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.compiler import prepare
+from autopar.compile.compiler import prepare
 from autopar.cost_models.describe import describe
 from autopar.cost_models.hardware import gpu
 from autopar.errors import InfeasibleError

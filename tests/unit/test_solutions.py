@@ -12,7 +12,7 @@ import torch
 import autopar
 from autopar.api import Parallelized
 from autopar.errors import PlanError
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.request import Job
 from autopar.search.job import cp_sizes
 from autopar.search.pins import Pins

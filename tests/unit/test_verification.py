@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.api import Parallelized, parallelize
-from autopar.compiler import prepare
+from autopar.compile.compiler import prepare
 from autopar.emit.source import model_source
 from autopar.errors import PlanError
-from autopar.parity import Parity, no_dropout, part_errors, relative_error, train_original
 from autopar.rules.attention import is_short
 from autopar.verification import program as verification
+from autopar.verification.parity import Parity, no_dropout, part_errors, relative_error, train_original
 from autopar.verification.program import _largest
 from autopar.verification.samples import Input, inputs_of, random_batch
 from autopar.verification.shrink import small_enough

@@ -14,7 +14,7 @@ from autopar.cost_models.collectives import Group
 from autopar.cost_models.compute import price_model, stage_shape, stage_time
 from autopar.cost_models.hardware import gpu
 from autopar.cost_models.layer_costs import B, S
-from autopar.recompute import whole_layers
+from autopar.plan.recompute import whole_layers
 from tests.unit.cost_models.fabricate import layer, model
 
 H100 = gpu("h100-sxm-80gb")

@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autopar.compiler import prepare
+from autopar.compile.compiler import prepare
 from autopar.cost_models.collectives import axis_group, collective_time_s
 from autopar.cost_models.describe import describe
 from autopar.cost_models.hardware import Cluster
 from autopar.cost_models.layer_costs import ModelCosts
 from autopar.cost_models.step_time import estimate
 from autopar.ir.graph import B, S
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.runtime.choices import Mesh
 from autopar.search.layouts import replicated
 from examples.gpt import GPTConfig, build

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.compiler import prepare
+from autopar.compile.compiler import prepare
 from autopar.cost_models.describe import describe
 from autopar.cost_models.layer_costs import LayerCosts
 from autopar.ir.graph import B, S
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.search.layouts import replicated
 
 WIDTH, TOKENS = 8, 2 * 16

@@ -18,7 +18,7 @@ from autopar.cost_models.states import (
     resident_bytes,
 )
 from autopar.errors import PlanError
-from autopar.plan import Optimizer
+from autopar.plan.plan import Optimizer
 
 P, D = 1000, 4
 H100 = gpu("h100-sxm-80gb")

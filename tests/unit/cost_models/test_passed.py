@@ -10,12 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.compiler import compile_program, cut_sequence
+from autopar.compile.compiler import compile_program, cut_sequence
 from autopar.cost_models.describe import describe
 from autopar.cost_models.layer_costs import ModelCosts, Passed, Table
 from autopar.cost_models.passed import boundary_evaluator
 from autopar.ir.graph import B, Program, S
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.search.layouts import MEGATRON, MEGATRON_SP, replicated
 from tests.distributed.families import family
 from tests.distributed.programs import Subject, llama

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.cost_models.pipeline import simulate, simulate_one
-from autopar.schedules import why_not
+from autopar.plan.schedules import why_not
 
 MULTI = [("interleaved", 2), ("interleaved", 3), ("zero-bubble", 1), ("zero-bubble", 2)]
 EVERY = [("gpipe", 1), ("1f1b", 1), *MULTI]

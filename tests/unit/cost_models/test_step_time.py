@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from autopar.cost_models.hardware import Cluster
 from autopar.cost_models.overlap import gathers, reductions
 from autopar.cost_models.step_time import Estimate, estimate
-from autopar.plan import Plan
-from autopar.recompute import whole_layers
+from autopar.plan.plan import Plan
+from autopar.plan.recompute import whole_layers
 from autopar.runtime.choices import Mesh
 from tests.unit.cost_models.fabricate import model
 

@@ -9,13 +9,13 @@ from functools import cache, cached_property
 
 import torch
 
-from autopar.compiler import compile_program, prepare
+from autopar.compile.compiler import compile_program, prepare
 from autopar.cost_models.hardware import gpu
 from autopar.emit.emission import Predicted
 from autopar.emit.source import model_source
 from autopar.ir.graph import B, Program, S
-from autopar.plan import Plan, Solution
-from autopar.recompute import Again
+from autopar.plan.plan import Plan, Solution
+from autopar.plan.recompute import Again
 from autopar.rules import Axis
 from autopar.runtime.choices import Mesh
 from autopar.search.intra_op import solve

@@ -20,7 +20,7 @@ from torch import fx, nn
 from autopar.emit.load import load_source
 from autopar.ir.graph import Role, info
 from autopar.ir.ops import is_collective
-from autopar.recompute import Again, whole_layers
+from autopar.plan.recompute import Again, whole_layers
 from tests import models
 from tests.unit.emit import handwritten_llama
 from tests.unit.emit.declared import undeclared

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.compiler import compile_program
+from autopar.compile.compiler import compile_program
 from autopar.errors import PlanError, TypeCheckError
 from autopar.ir.build import replace_node
 from autopar.ir.graph import Program, node_inputs
 from autopar.ir.ops import COLLECTIVES, is_collective
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.rules.data_axis import check_data_axis, data_types
 from autopar.runtime.choices import Mesh
 from tests.models import gpt, layered, llama

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.ir.graph import Block, op_name
-from autopar.rules.regions import Region, find_regions, gathered_order, is_random
-from autopar.rules.saved import Saved
+from autopar.liveness.regions import Region, find_regions, gathered_order, is_random
+from autopar.liveness.saved import Saved
 from autopar.search.layouts import replicated
 from tests import models
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.ir.graph import B, S
-from autopar.rules.saved import Saved
+from autopar.liveness.saved import Saved
 from autopar.search.layouts import replicated
 from tests.passes.programs import read
 

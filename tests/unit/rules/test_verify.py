@@ -15,7 +15,7 @@ from autopar.ir.graph import B, Block, Program, Role, S, info, node_inputs, upda
 from autopar.ir.ops import COLLECTIVES, convert
 from autopar.passes import PASSES
 from autopar.placement import GRAD_PARTIAL, PARTIAL, REPLICATE, Shard, Strategy
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.rules import Axis
 from autopar.rules.verify import Level, verify
 from autopar.runtime.choices import Mesh

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from autopar.plan import Plan, Solution
+from autopar.plan.plan import Plan, Solution
 from autopar.runtime.choices import Mesh
 from autopar.search.context_note import context_note
 from autopar.search.layouts import ALL_GATHER, RING, ULYSSES

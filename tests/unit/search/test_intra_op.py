@@ -15,7 +15,7 @@ from autopar.cost_models.hardware import gpu
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import B, Block, Call, NodeInfo, Program, Role, S, info, node_inputs, set_info
 from autopar.placement import GRAD_PARTIAL, PARTIAL, REPLICATE, Placement, Shard, Strategy, conversion
-from autopar.plan import Solution
+from autopar.plan.plan import Solution
 from autopar.rules import Axis, rule_of, strategies
 from autopar.search.intra_op import solve
 from autopar.search.layouts import FREE, MEGATRON, MEGATRON_SP, Layout

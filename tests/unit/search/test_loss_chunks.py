@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.compiler import prepare
+from autopar.compile.compiler import prepare
 from autopar.cost_models.compute import price_model
 from autopar.cost_models.describe import describe
 from autopar.cost_models.hardware import GIB, Cluster
@@ -19,7 +19,7 @@ from autopar.cost_models.layer_costs import ModelCosts
 from autopar.cost_models.step_time import estimate
 from autopar.errors import InfeasibleError, PlanError
 from autopar.ir.graph import B, S
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.runtime.choices import Mesh
 from autopar.search.explain import explain, plan_table
 from autopar.search.layouts import replicated

@@ -20,8 +20,8 @@ from autopar.cost_models.memory import host_room_bytes
 from autopar.cost_models.setting import setting_of
 from autopar.cost_models.step_time import estimate_price
 from autopar.errors import InfeasibleError, PlanError
-from autopar.plan import Optimizer, Plan
-from autopar.recompute import Again, again_of, by_layer, whole_layers
+from autopar.plan.plan import Optimizer, Plan
+from autopar.plan.recompute import Again, again_of, by_layer, whole_layers
 from autopar.search.explain import explain, plan_table
 from autopar.search.pins import Pins, Request
 from autopar.search.search import SearchResult

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from autopar.ir.graph import Program, Role, info, op_name
-from autopar.rules.saved import Saved
+from autopar.liveness.saved import Saved
 from autopar.search.layouts import replicated
 from autopar.trace.export import trace
 from tests import models

@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor, nn
 
 import autopar
-from autopar.compiler import prepare
+from autopar.compile.compiler import prepare
 from autopar.request import make_job
 from tests import zoo
 from tests.interpreter import run_program

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from autopar.ir.graph import BETWEEN, EPILOGUE, PROLOGUE, TABLES, Role, info
 from autopar.passes.split_stages import SplitStages
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.runtime.choices import Mesh
 from autopar.trace.lists import layer_lists, layer_path
 from tests import models, zoo

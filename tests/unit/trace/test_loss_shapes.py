@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.compiler import prepare
+from autopar.compile.compiler import prepare
 from tests.interpreter import run_program
 
 Loss = Callable[[Tensor, Tensor], Tensor]

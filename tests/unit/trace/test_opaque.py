@@ -11,7 +11,7 @@ import sympy
 import torch
 from torch import Tensor, nn
 
-from autopar.compiler import compile_program
+from autopar.compile.compiler import compile_program
 from autopar.cost_models.opaque import opaque_shares
 from autopar.emit.emission import Predicted
 from autopar.emit.opaque import pack_opaque, save_opaque
@@ -20,7 +20,7 @@ from autopar.errors import PlanError, TraceError
 from autopar.ir.custom import OPAQUE
 from autopar.ir.graph import B, Program, S, arguments, info
 from autopar.ir.text import program_text
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.runtime.choices import Mesh
 from autopar.runtime.opaque import OpaqueModule, OpaqueModules
 from autopar.trace.opaque import opaque_modules

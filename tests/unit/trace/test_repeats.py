@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.compiler import _layers, prepare
+from autopar.compile.compiler import _layers, prepare
 from autopar.ir.graph import COUNT, Program, info
 from autopar.ir.text import block_text
 from autopar.rules.arguments import option

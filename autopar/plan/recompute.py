@@ -18,8 +18,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import PlanError
-from .runtime.choices import choice as field_of
+from ..errors import PlanError
+from ..runtime.choices import choice as field_of
 
 LAYER = "layer"
 MOST_LAYERS = 100_000  # beyond any model; a range of layers is written out

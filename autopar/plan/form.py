@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING
 from typing import Any
 
+from ..errors import PlanError
+from ..runtime.choices import AXES
 from . import recompute
-from .errors import PlanError
 from .options import CHOICES, CHOSEN, OPTIONS, nearest, shown
-from .runtime.choices import AXES
 
 _AXES = {*AXES} - {"cp"}  # cp may be left out
 

@@ -15,9 +15,9 @@ from torch import fx
 from ..ir.custom import EXPERTS, LINEAR_CROSS_ENTROPY
 from ..ir.graph import Block, NodeInfo, Role, Shape, info, node_inputs
 from ..placement import REPLICATE, Kind, Placement, Strategy
-from . import rule_of
-from .attention import kept_masks
-from .losses import is_raised_loss
+from ..rules import rule_of
+from ..rules.attention import kept_masks
+from ..rules.losses import is_raised_loss
 
 aten = torch.ops.aten
 _ZERO = sympy.Integer(0)

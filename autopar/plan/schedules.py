@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Literal, NamedTuple
 
-from .runtime.choices import SCHEDULES
+from ..runtime.choices import SCHEDULES
 
 MULTI_STAGE = ("interleaved", "zero-bubble")  # a rank may have several stages
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import yaml
 
-from .errors import PlanError
+from ..errors import PlanError
+from ..placement import Strategy
+from ..runtime.choices import AXES, Batch, Compute, Mesh, Pipeline, Sharding
+from .form import check_form, from_plain, to_plain
 from .options import CHOICES, VALUES, check, check_choices
-from .placement import Strategy
-from .plan_form import check_form, from_plain, to_plain
 from .recompute import Activations
-from .runtime.choices import AXES, Batch, Compute, Mesh, Pipeline, Sharding
 from .schedules import why_not, why_not_split
 
 MASTERS = {"bf16": "fp32", "fp16": "fp32", "fp32": "fp32", "fp64": "fp64"}  # precision → of weights and states

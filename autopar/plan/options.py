@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, fields
 from typing import Any
 
-from .errors import PlanError
+from ..errors import PlanError
+from ..runtime.choices import Batch, Compute, Mesh, Pipeline, Sharding
 from .recompute import FORM, MOST_LAYERS, Activations, Again, choice
-from .runtime.choices import Batch, Compute, Mesh, Pipeline, Sharding
 
 VALUES = (Mesh, Batch, Pipeline, Sharding, Activations, Compute)  # the choices of a plan, in the order of plan.yaml
 CONTEXT_LAYOUTS = ("ring", "ulysses", "all_gather")

@@ -1,4 +1,4 @@
-"""The regions of a layer that can be recomputed by themselves, found from its graph (`autopar.recompute` names them).
+"""The regions of a layer that can be recomputed by themselves, found from its graph (`plan/recompute.py` names them).
 
 A region ends with a projection and its bias, whose result nothing keeps: `checkpoint` stops early, so that this
 product and the reduction after it are not run again. What it reads is kept, so it starts where that is least.
@@ -16,7 +16,7 @@ from torch import fx
 from ..ir.custom import EXPERTS
 from ..ir.graph import B, Role, S, arguments, info, node_inputs
 from ..placement import conversion
-from . import rule_of
+from ..rules import rule_of
 from .saved import Saved
 
 aten = torch.ops.aten

@@ -12,24 +12,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from .errors import PlanError
-from .ir.graph import B, Program, S
-from .ir.lengths import check_multiple
-from .ir.text import program_text
-from .ir.units import read_elsewhere
-from .passes import CONTEXT, HEADS, PASSES, PREPARE, Pass
-from .plan import Plan, Solution
-from .rendezvous import deadlock, posts
-from .rules import Axis
-from .rules.data_axis import data_types
-from .rules.padding import paddings_of
-from .rules.verify import verify
-from .runtime.choices import Batch, Mesh
-from .search.layouts import context_axis
-from .trace.export import trace
-from .trace.huggingface import traceable
-from .trace.layers import class_names, split_layers
-from .trace.repeats import NotRepeatedError
+from ..errors import PlanError
+from ..ir.graph import B, Program, S
+from ..ir.lengths import check_multiple
+from ..ir.text import program_text
+from ..ir.units import read_elsewhere
+from ..passes import CONTEXT, HEADS, PASSES, PREPARE, Pass
+from ..plan.deadlock import deadlock, posts
+from ..plan.plan import Plan, Solution
+from ..rules import Axis
+from ..rules.data_axis import data_types
+from ..rules.padding import paddings_of
+from ..rules.verify import verify
+from ..runtime.choices import Batch, Mesh
+from ..search.layouts import context_axis
+from ..trace.export import trace
+from ..trace.huggingface import traceable
+from ..trace.layers import class_names, split_layers
+from ..trace.repeats import NotRepeatedError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 

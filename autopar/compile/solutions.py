@@ -8,21 +8,21 @@ from typing import NamedTuple
 
 import sympy
 
+from ..cost_models.describe import describe
+from ..cost_models.layer_costs import ModelCosts
+from ..errors import InfeasibleError, PlanError, TypeCheckError
+from ..ir.graph import B, Program, S, info, node_inputs
+from ..passes.cut_sequence import check_length
+from ..plan.plan import Plan, Solution
+from ..progress import progress
+from ..request import Job
+from ..rules import Axis, rule_of
+from ..rules.arguments import option
+from ..search.intra_op import solve
+from ..search.layouts import CONTEXT_LAYOUTS, FREE, ULYSSES, Layout, context_axis, replicated
+from ..search.op_costs import TimeCosts
+from ..search.pins import Pins
 from .compiler import cut_sequence, sequence_only, with_heads
-from .cost_models.describe import describe
-from .cost_models.layer_costs import ModelCosts
-from .errors import InfeasibleError, PlanError, TypeCheckError
-from .ir.graph import B, Program, S, info, node_inputs
-from .passes.cut_sequence import check_length
-from .plan import Plan, Solution
-from .progress import progress
-from .request import Job
-from .rules import Axis, rule_of
-from .rules.arguments import option
-from .search.intra_op import solve
-from .search.layouts import CONTEXT_LAYOUTS, FREE, ULYSSES, Layout, context_axis, replicated
-from .search.op_costs import TimeCosts
-from .search.pins import Pins
 
 _LEAST_SHARDED = 0.5
 
