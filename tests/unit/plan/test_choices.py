@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 MADE_UP = {  # name → the field of a value object that it is put before
     "gloss": "    zero: int = choice(",
     "polish": "    precision: str = choice(",
@@ -22,7 +22,7 @@ import torch
 from autopar import parallelize
 from autopar.cli import main
 from autopar.errors import PlanError
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.search.pins import Pins
 from examples.gpt import GPT, GPTConfig
 

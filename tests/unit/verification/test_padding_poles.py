@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autopar.errors import PlanError
 from autopar.runtime.padding import padded
-from tests.unit.test_padding import (
+from tests.unit.verification.test_padding import (
     PADDING,
     SEQUENCE,
     TOKENS,
