@@ -23,11 +23,8 @@ from .cost_models.hardware import Cluster
 from .cost_models.opaque import opaque_note
 from .cost_models.step_time import Estimate
 from .emit.emission import Predicted
-from .emit.load import load_source
-from .emit.opaque import pack_opaque
-from .emit.overwrite import check_folder
-from .emit.project import save_project, save_tensors
-from .emit.source import model_source
+from .emit.project import check_folder, pack_opaque, save_project, save_tensors
+from .emit.source import load_source, model_source
 from .emit.text import fenced
 from .errors import PlanError
 from .ir.graph import B, Program, S

@@ -16,7 +16,7 @@ import torch
 
 from .api import Parallelized, make_pins, parallelize
 from .compile.solutions import with_placements
-from .emit.overwrite import check_folder
+from .emit.project import check_folder
 from .errors import PlanError
 from .given_plan import with_given
 from .plan.options import JOB, OPTIONS, PINS

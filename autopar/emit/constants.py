@@ -1,4 +1,4 @@
-"""The constants of model.py: settings, where the layers are, tied and fused parameters."""
+"""The constants of model.py: settings, where the layers are, tied, fused and unread parameters."""
 
 from __future__ import annotations
 
@@ -15,46 +15,41 @@ from ..ir.graph import COUNT, PROLOGUE, Call, Role, TensorInfo, arguments, info,
 from ..ir.ops import is_collective
 from ..ir.unread import unread_buffers, unread_parameters
 from ..runtime.choices import AXES
-from . import again, groups
-from .emission import Emission, tuple_text
+from . import recomputed
+from .code import Code, Suite, table, text_of
+from .emission import Emission
 from .layer_runs import lists
-from .text import is_plain_part, literal, quoted, size_text
+from .parameters import tied, tied_over_stages
+from .text import is_plain_part, literal, quoted, size_text, sizes_text, tuple_of, tuple_text
 
-_INDENT = "    "
+_WIDTH = 100  # columns of a tuple that is written on one line
 
 
-def constants(e: Emission, paths: bool) -> str:
+def constants(e: Emission, paths: bool) -> list[Code]:
     """The module-level constants; `paths`: with the layers' paths, where the code reads them."""
-    lines = ["SETTINGS = Settings(", *(f"{_INDENT}{line}," for line in _settings(e)), ")"]
-    lines.append(f"LAYERS = {tuple_text(lists(e.program))}  # where the layers are; each is a unit of data parallelism")
-    lines += _ends(e)
+    code: list[Code] = [table("SETTINGS = Settings(", _settings(e))]
+    code.append(f"LAYERS = {tuple_text(lists(e.program))}  # where the layers are; each is a unit of data parallelism")
+    code += _ends(e)
     if paths:
-        lines.append(f"PATHS = {tuple_text([call.path for call in e.program.layer_calls])}  # of the layers")
-    tied = [literal(pair) for pair in {**e.on_several_stages(), **e.tied()}.items()]
-    lines += _rows("TIED", tied, "(alias, original)")
-    if e.program.opaque:
-        e.imports.add("opaque.OpaqueModules")
-        lines.append("# Modules that are kept whole: their classes are in opaque.pt, of this hash.")
-        lines.append(f"OPAQUE = OpaqueModules(__file__, {quoted(hashlib.sha256(e.opaque).hexdigest())})")
-        lines += _optional(e)
-    lines += again.constant(e.program) + groups.constant(e.program)
-    lines += _fused_constants(e)
+        code.append(f"PATHS = {tuple_text([call.path for call in e.program.layer_calls])}  # of the layers")
+    code.append(_tied(e))
+    code += _opaque(e) + recomputed.constants(e.program) + _parts(e)
     if unused := _unused(e):
-        lines += [
-            "# What the loss never reads, kept to be saved: (name, shape), of a buffer also its dtype",
-            "UNUSED = (",
-        ]
-        lines += [*(f"{_INDENT}{row}," for row in unused), ")"]
+        code.append("# What the loss never reads, kept to be saved: (name, shape), of a buffer also its dtype")
+        code.append(table("UNUSED = (", unused))
     if e.plan.optimizer.groups:
-        lines += ["# (parameter names, options over the optimizer's)", "PARAMETER_GROUPS = ("]
-        lines += [f"    ({tuple_text(names)}, {literal(own)})," for names, own in _groups(e)]
-        lines.append(")")
-    return "\n".join(lines)
+        groups = [tuple_of([tuple_text(names), literal(kwargs)]) for names, kwargs in _groups(e)]
+        code += ["# (parameter names, options over the optimizer's)", table("PARAMETER_GROUPS = (", groups)]
+    return code
+
+
+# --------------------------------------------------------------------------------
+# Settings
 
 
 def _settings(e: Emission) -> list[str]:
     """The arguments of SETTINGS: each choice that has no default or is not the default one, then what else is known."""
-    plan = e.plan
+    plan, predicted = e.plan, e.predicted
     compute = _written(plan.compute)
     words = _written(plan.pipeline) | _written(plan.sharding) | {"precision": compute.pop("precision")}
     stages, batch = words.pop("stages"), _written(plan.batch)
@@ -69,10 +64,10 @@ def _settings(e: Emission) -> list[str]:
         lines.append(padded | {"padding": tuple((p.input, p.dim, p.value) for p in e.program.padding)})
     settings = [", ".join(f"{name}={literal(value)}" for name, value in line.items()) for line in lines]
     settings += _data_settings(e)
-    if e.predicted.step_s is not None:
-        settings.append(f"predicted_step_s={e.predicted.step_s:.6g}")
-    if e.predicted.flops_per_step and e.predicted.peak_flops:
-        settings.append(f"flops_per_step={e.predicted.flops_per_step:.6g}, peak_flops={e.predicted.peak_flops:.6g}")
+    if predicted.step_s is not None:
+        settings.append(f"predicted_step_s={predicted.step_s:.6g}")
+    if predicted.flops_per_step and predicted.peak_flops:
+        settings.append(f"flops_per_step={predicted.flops_per_step:.6g}, peak_flops={predicted.peak_flops:.6g}")
     return settings
 
 
@@ -82,59 +77,12 @@ def _written(values: Any) -> dict[str, Any]:
     return {name: value for name, (value, default) in named.items() if value != default}
 
 
-def _ends(e: Emission) -> list[str]:
-    """ENDS: the methods of Model with the modules whose parameters they read, for a plan that gathers parameters."""
-    if e.plan.sharding.zero == 0 and not e.plan.compute.half:
-        return []
-    rows = []
-    for block in dict.fromkeys(call.block for call in e.program.calls if not call.path):
-        refs = [info(n).ref for n in e.program.blocks[block].placeholders(Role.PARAMETER)]
-        owners = dict.fromkeys(ref.rpartition(".")[0] for ref in refs)
-        if own := [owner for owner in owners if owner]:
-            rows.append(f'{_INDENT}"_{block}": {tuple_text(own)},')
-    return ["ENDS = {  # methods of Model, and where what they read is: units too", *rows, "}"] if rows else []
-
-
-def _is_given(module: fx.Node, node: fx.Node) -> bool:
-    """Whether an opaque module is called with a parameter, beside those of its own."""
-    tensors, _, given, _, _ = arguments(module)
-    return node in tensors[:given]
-
-
-def _optional(e: Emission) -> list[str]:
-    """OPTIONAL: the names that only opaque modules read; a tied parameter is read under each of its names."""
-    tied, read, elsewhere = e.program.tied, dict[tuple[str, ...], list[str]](), set[str]()
-    for block, node in ((b, n) for b in e.program.blocks.values() for n in b.placeholders(Role.PARAMETER)):
-        paths = tuple(call.full_name("") for call in e.program.calls if call.block == block.name)
-        if all(user.target is OPAQUE and not _is_given(user, node) for user in node.users):
-            read.setdefault(paths, []).append(info(node).ref)
-        else:
-            elsewhere |= {tied.get(path + info(node).ref, path + info(node).ref) for path in paths}
-    rows: list[str] = []
-    for paths, refs in read.items():
-        free = [[ref for ref in refs if tied.get(path + ref, path + ref) not in elsewhere] for path in paths]
-        if paths == ("",) or any(of_path != free[0] for of_path in free):
-            rows += [quoted(path + ref) for path, of_path in zip(paths, free, strict=True) for ref in of_path]
-        elif free[0]:
-            short = _paths([path.rstrip(".") for path in paths])
-            rows += ["*(", f'{_INDENT}f"{{path}}.{{name}}"', f"{_INDENT}for path in {short}", f"{_INDENT}for name in ("]
-            rows += [*(f"{_INDENT * 2}{quoted(ref)}," for ref in free[0]), f"{_INDENT})", ")"]
-    lines = [_INDENT + (row if row.startswith(("*(", _INDENT)) else f"{row},") for row in rows]
-    return ["OPTIONAL = (  # parameters that only these modules read", *lines, ")"] if rows else []
-
-
-def _rows(name: str, rows: Sequence[str], comment: str) -> list[str]:
-    """A tuple on one line where it fits, else a row a line."""
-    line = f"{name} = {tuple_text(rows, quote=False)}  # {comment}"
-    return [line] if len(line) <= 100 else [f"{name} = (  # {comment}", *(f"{_INDENT}{row}," for row in rows), ")"]
-
-
 def _data_settings(e: Emission) -> list[str]:
     """What the default data must know: the number of token ids, and whether the model shifts labels itself."""
     if PROLOGUE not in e.program.blocks:
         return []
     for node in e.program.blocks[PROLOGUE].ops:
-        if node.target is torch.ops.aten.embedding.default and _reads_input(node.args[1]):
+        if node.target is torch.ops.aten.embedding.default and _is_of_input(node.args[1]):
             weight = node_inputs(node)[0]
             shifts = {torch.ops.aten.pad.default, torch.ops.aten.slice.Tensor}
             same = COUNT in e.program.blocks and any(n.target in shifts for n in e.program.blocks[COUNT].ops)
@@ -143,24 +91,55 @@ def _data_settings(e: Emission) -> list[str]:
     return []
 
 
+def _is_of_input(node: Any) -> bool:
+    """Whether a value is an input of the model, perhaps as it lies on other ranks."""
+    while isinstance(node, fx.Node) and is_collective(node.target):
+        node = node.args[0]
+    return isinstance(node, fx.Node) and info(node).role is Role.INPUT
+
+
+# --------------------------------------------------------------------------------
+# Parameters
+
+
+def _ends(e: Emission) -> list[Code]:
+    """ENDS: the methods of Model with the modules whose parameters they read, for a plan that gathers parameters."""
+    if e.plan.sharding.zero == 0 and not e.plan.compute.half:
+        return []
+    rows = []
+    for block in dict.fromkeys(call.block for call in e.program.calls if not call.path):
+        refs = [info(n).ref for n in e.program.blocks[block].placeholders(Role.PARAMETER)]
+        owners = dict.fromkeys(ref.rpartition(".")[0] for ref in refs)
+        if named := [owner for owner in owners if owner]:
+            rows.append(f'"_{block}": {tuple_text(named)}')
+    return [table("ENDS = {  # methods of Model, and where what they read is: units too", rows, "}")] if rows else []
+
+
+def _tied(e: Emission) -> Code:
+    """TIED, on one line where it fits."""
+    rows = [literal(pair) for pair in tied_over_stages(e).items()]
+    line = f"TIED = {tuple_of(rows)}  # (alias, original)"
+    return line if len(line) <= _WIDTH else table("TIED = (  # (alias, original)", rows)
+
+
 def _groups(e: Emission) -> list[tuple[list[str], Mapping[str, Any]]]:
     """The user's parameter groups by the program's names: fused parameters by their parts, tied ones by all."""
-    fused, tied = e.program.fused, e.tied()
+    fused, aliases = e.program.fused, tied(e)
 
     def program_names(name: str) -> Sequence[str]:
-        return fused[name].parts if name in fused else (name, *(a for a, original in tied.items() if original == name))
+        return (
+            fused[name].parts if name in fused else (name, *(a for a, original in aliases.items() if original == name))
+        )
 
-    return [
-        ([own for name in names for own in program_names(name)], kwargs) for names, kwargs in e.plan.optimizer.groups
-    ]
+    groups = e.plan.optimizer.groups
+    return [([each for name in names for each in program_names(name)], kwargs) for names, kwargs in groups]
 
 
 def _unused(e: Emission) -> list[str]:
     """Rows of UNUSED."""
 
     def row(name: str, tensor: TensorInfo, *dtype: torch.dtype) -> str:
-        shape = tuple_text([size_text(size) for size in tensor.shape], quote=False)
-        return f"({quoted(name)}, {', '.join([shape, *map(str, dtype)])})"
+        return tuple_of([quoted(name), sizes_text(tensor.shape), *map(str, dtype)])
 
     program = e.program
     buffers = [(name, program.persistent[name]) for name in unread_buffers(program)]
@@ -168,33 +147,25 @@ def _unused(e: Emission) -> list[str]:
     return rows + [row(name, tensor, tensor.dtype) for name, tensor in buffers]
 
 
-def _fused_constants(e: Emission) -> list[str]:
-    """PARTS: part → (parameter of the original model, dim, start, length)."""
+def _parts(e: Emission) -> list[Code]:
+    """PARTS: part → (parameter of the original model, dim, start, length), a comprehension for each class of layers."""
     if not e.program.fused:
         return []
-    lines = [
-        "# Parameters that are slices of one of the original model: part → (original, dim, start, length)",
-        "PARTS = {",
-    ]
-    done: set[str] = set()
-    for call in e.program.calls:
-        rows = [] if call.block in done else _part_rows(e, call)
-        done.add(call.block)
-        if not rows:
-            continue
-        paths = [c.path for c in e.program.calls if c.block == call.block]
-        prefix = "{path}." if call.path else ""
-        lines.append(f"{_INDENT}**{{")
-        lines.append(f'{_INDENT * 2}f"{prefix}{{part}}": (f"{prefix}{{original}}", dim, start, length)')
-        if call.path:
-            lines.append(f"{_INDENT * 2}for path in {_paths(paths)}")
-        lines.append(f"{_INDENT * 2}for part, original, dim, start, length in (")
-        lines += [f"{_INDENT * 3}{row}," for row in rows]
-        lines += [f"{_INDENT * 2})", f"{_INDENT}}},"]
-    return [*lines, "}"]
+    rows = []
+    for block in dict.fromkeys(call.block for call in e.program.calls):
+        calls = [call for call in e.program.calls if call.block == block]
+        if parts := _part_rows(e, calls[0]):
+            prefix = "{path}." if calls[0].path else ""
+            row = [f'f"{prefix}{{part}}": (f"{prefix}{{original}}", dim, start, length)']
+            row += [f"for path in {_paths([call.path for call in calls])}"] if prefix else []
+            over_parts = table("for part, original, dim, start, length in (", parts)
+            rows.append(text_of([Suite("**{", [*row, over_parts], "}")]))
+    comment = "# Parameters that are slices of one of the original model: part → (original, dim, start, length)"
+    return [comment, table("PARTS = {", rows, "}")]
 
 
 def _part_rows(e: Emission, call: Call) -> list[str]:
+    """The parts that a call of a block reads, by names relative to it."""
     rows = []
     block = e.program.blocks[call.block]
     refs = {info(n).ref for n in block.placeholders(Role.PARAMETER)}
@@ -210,13 +181,52 @@ def _part_rows(e: Emission, call: Call) -> list[str]:
     return rows
 
 
-def _reads_input(node: Any) -> bool:
-    while isinstance(node, fx.Node) and is_collective(node.target):
-        node = node.args[0]
-    return isinstance(node, fx.Node) and info(node).role is Role.INPUT
+# --------------------------------------------------------------------------------
+# Modules that are kept whole
+
+
+def _opaque(e: Emission) -> list[Code]:
+    """OPAQUE: their file; OPTIONAL: the names that only they read. A tied parameter is read under each of its names."""
+    if not e.program.opaque:
+        return []
+    rows: list[str] = []
+    read, elsewhere = _readers(e)
+    originals = e.program.tied
+    for paths, refs in read.items():
+        free = [[ref for ref in refs if originals.get(path + ref, path + ref) not in elsewhere] for path in paths]
+        if paths == ("",) or any(of_path != free[0] for of_path in free):
+            rows += [quoted(path + ref) for path, of_path in zip(paths, free, strict=True) for ref in of_path]
+        elif free[0]:
+            names = table("for name in (", [*map(quoted, free[0])])
+            row: list[Code] = ['f"{path}.{name}"', f"for path in {_paths([path.rstrip('.') for path in paths])}", names]
+            rows.append(text_of([Suite("*(", row, ")")]))
+    return [
+        "# Modules that are kept whole: their classes are in opaque.pt, of this hash.",
+        f"OPAQUE = OpaqueModules(__file__, {quoted(hashlib.sha256(e.opaque).hexdigest())})",
+        *([table("OPTIONAL = (  # parameters that only these modules read", rows)] if rows else []),
+    ]
+
+
+def _readers(e: Emission) -> tuple[dict[tuple[str, ...], list[str]], set[str]]:
+    """The paths of a block's calls → the parameters of it that opaque modules alone read; and what others read."""
+    originals, read, elsewhere = e.program.tied, dict[tuple[str, ...], list[str]](), set[str]()
+    for block, node in ((b, n) for b in e.program.blocks.values() for n in b.placeholders(Role.PARAMETER)):
+        paths = tuple(call.full_name("") for call in e.program.calls if call.block == block.name)
+        if all(user.target is OPAQUE and not _is_argument(user, node) for user in node.users):
+            read.setdefault(paths, []).append(info(node).ref)
+        else:
+            elsewhere |= {originals.get(path + info(node).ref, path + info(node).ref) for path in paths}
+    return read, elsewhere
+
+
+def _is_argument(module: fx.Node, node: fx.Node) -> bool:
+    """Whether an opaque module is called with a parameter, beside those of its own."""
+    tensors, _, count, _, _ = arguments(module)
+    return node in tensors[:count]
 
 
 def _paths(paths: Sequence[str]) -> str:
+    """Source of the paths: a range of a list, or all of them."""
     parent = paths[0].rpartition(".")[0]
     if list(paths) == [f"{parent}.{i}" for i in range(len(paths))] and all(map(is_plain_part, parent.split("."))):
         return f'(f"{parent}.{{i}}" for i in range({len(paths)}))'

@@ -1,44 +1,35 @@
-"""Model.forward: the first values or what was received, the layers, the loss or what is sent."""
+"""Model.forward: the first values or those received, the layers, the loss or what is sent."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import PlanError
 from ..ir.graph import EPILOGUE, PROLOGUE, TABLES, Call, Role, info
 from ..ir.sizes import dims_of
-from ..plan.recompute import Again, by_layer
-from .body import untold_sizes
-from .emission import Emission
-from .groups import group_of_layer, method_name
+from .code import Code, Statement, Suite, function
+from .emission import Emission, untold_sizes
+from .idioms import checkpointed
 from .layer_runs import Run, layers_text, number_text, parent, path_text, runs
 from .names import loop_name
+from .recomputed import group_at, group_method, no_groups, recomputed_layers
 from .text import attribute, size_from
 
 
-def forward(e: Emission) -> list[str]:
+def forward(e: Emission) -> Suite:
     """The method, for all stages."""
     blocks = e.program.blocks
-    inputs = ", ".join(e.program.inputs)
-    received = "" if _alone(e) else loop_name("received", e.program)
-    lines = [f"    def forward(self, *{received}, {inputs}):"]
-    body = [*_tables(e), *_first_values(e), *_layers(e)]
+    received = "*" if e.alone else f"*{loop_name('received', e.program)}"
+    body = [*_made_first(e, TABLES, "_tables"), *_first_values(e), *_layers(e)]
     if EPILOGUE in blocks:
-        last = f"return self._epilogue({arguments(e, e.program.call_of(EPILOGUE))})"
-        body += [last] if _alone(e) else ["if self._last:", f"    {last}"]
-    body += _return_sent(e)
-    return [*lines, *(f"        {line}" for line in body)]
+        last = Statement(f"self._epilogue({', '.join(_arguments(e, e.program.call_of(EPILOGUE)))})", returned=True)
+        body.append(last if e.alone else Suite("if self._last:", [last]))
+    return function("forward", ["self", received, *e.program.inputs], [*body, *_return_sent(e)])
 
 
-def _alone(e: Emission) -> bool:
-    """Whether there is one stage, which is first and last."""
-    return len(e.program.stages) == 1
-
-
-def arguments(e: Emission, call: Call) -> str:
+def _arguments(e: Emission, call: Call) -> list[str]:
     """The values and inputs that a call reads, and what it cannot tell from them, as source."""
-    return ", ".join(_read(e, call, lambda symbol: _size(e, symbol), f"{next(iter(e.program.inputs))}.device"))
+    return _read(e, call, lambda symbol: _size(e, symbol), f"{next(iter(e.program.inputs))}.device")
 
 
 def _read(e: Emission, call: Call, size: Callable[[Any], str], device: str) -> list[str]:
@@ -49,145 +40,131 @@ def _read(e: Emission, call: Call, size: Callable[[Any], str], device: str) -> l
 
 def _size(e: Emission, symbol: Any) -> str:
     """`b` or `s` by an input of the model, which has the whole sequence."""
-    found = ((name, facts.shape, dims_of(facts.shape)) for name, facts in e.program.inputs.items())
-    name, shape, dim = next((name, shape, dims[symbol]) for name, shape, dims in found if symbol in dims)
+    dims = ((name, facts.shape, dims_of(facts.shape)) for name, facts in e.program.inputs.items())
+    name, shape, dim = next((name, shape, of_name[symbol]) for name, shape, of_name in dims if symbol in of_name)
     return size_from(f"{name}.shape[{dim}]", shape[dim], symbol)
 
 
-def _given(e: Emission, call: Call) -> str:
-    return ", ".join(e.names[v] for v in call.outputs)
+def _outputs(e: Emission, call: Call) -> tuple[str, ...]:
+    return tuple(e.names[v] for v in call.outputs)
 
 
-def _tables(e: Emission) -> list[str]:
-    """The line that calls `_tables`, whose values every stage makes for itself; none without tables."""
-    if TABLES not in e.program.blocks:
-        return []
-    call = e.program.call_of(TABLES)
-    return [f"{_given(e, call)} = self._tables({arguments(e, call)})"]
+def _called(e: Emission, call: Call, function: str) -> str:
+    """The values of a call, by a function of its block."""
+    return Statement(f"{function}({', '.join(_arguments(e, call))})", _outputs(e, call)).text
 
 
-def _first_values(e: Emission) -> list[str]:
-    made: list[str] = []
-    if PROLOGUE in e.program.blocks:
-        call = e.program.call_of(PROLOGUE)
-        made = [f"{_given(e, call)} = self._prologue({arguments(e, call)})"]
-    if _alone(e):
-        return made
-    guarded = ["if self._first:", f"    {made[0]}"] if made else []
-    return [*guarded, *_receive(e, bool(made))]
+def _made_first(e: Emission, block: str, method: str) -> list[str]:
+    """The line that calls `_tables` or `_prologue`; none without such a block."""
+    return [_called(e, e.program.call_of(block), f"self.{method}")] if block in e.program.blocks else []
 
 
-def _receive(e: Emission, otherwise: bool) -> list[str]:
-    """What stages but the first unpack; where they differ, by the layer they start at."""
-    local = loop_name("received", e.program)
-    values = {stage.start: ", ".join(e.names[v] for v in stage.receives) for stage in e.program.stages[1:]}
-    kinds = list(dict.fromkeys(values.values()))
-    if len(kinds) == 1:
-        return ["else:" if otherwise else "if not self._first:", f"    ({kinds[0]},) = {local}"]
-    lines = []
-    for start, given in values.items():
-        lines += [f"if self._start == {start}:", f"    ({given},) = {local}"]
-    return lines
+def _first_values(e: Emission) -> list[Code]:
+    """What the first layer reads: of the first stage the prologue's values, of others those that they receive."""
+    made = _made_first(e, PROLOGUE, "_prologue")
+    if e.alone:
+        return [*made]
+    received = loop_name("received", e.program)
+    values = {stage.start: tuple(e.names[v] for v in stage.receives) for stage in e.program.stages[1:]}
+    heads = {start: f"if self._start == {start}:" for start in values}
+    if len(set(values.values())) == 1:  # all stages after the first
+        heads = {next(iter(values)): "else:" if made else "if not self._first:"}
+    unpacked = [Suite(head, [f"({', '.join(values[start])},) = {received}"]) for start, head in heads.items()]
+    return [*([Suite("if self._first:", made)] if made else []), *unpacked]
 
 
-def _return_sent(e: Emission) -> list[str]:
+def _return_sent(e: Emission) -> list[Code]:
     """What stages but the last return; where they differ, by the layer they end at."""
-    sent = {stage.stop: ", ".join(e.names[v] for v in stage.sends) for stage in e.program.stages[:-1]}
-    if len(set(sent.values())) <= 1:
-        return [f"return {values}" for values in dict.fromkeys(sent.values())]
-    lines = []
-    for stop, values in sent.items():
-        lines += [f"if self._stop == {stop}:", f"    return {values}"]
-    return lines
+    names = {stage.stop: ", ".join(e.names[v] for v in stage.sends) for stage in e.program.stages[:-1]}
+    if len(set(names.values())) <= 1:
+        return [Statement(sent, returned=True) for sent in dict.fromkeys(names.values())]
+    return [Suite(f"if self._stop == {stop}:", [Statement(sent, returned=True)]) for stop, sent in names.items()]
 
 
 # --------------------------------------------------------------------------------
 # The layers
 
 
-def _layers(e: Emission) -> list[str]:
+def _layers(e: Emission) -> list[Code]:
     """One loop for each run of layers whose lines are the same; a line for a layer unlike its neighbours."""
-    lines: list[str] = []
-    for run in _runs(e):
-        if again := group_of_layer(e.program, run.start):
-            lines += _group_loop(e, run, again)
+    lines: list[Code] = []
+    for run in forward_runs(e):
+        if group_at(e.program, run.start):
+            lines.append(_group_loop(e, run))
         else:
-            lines += _single(e, run) if len(run) == 1 else _loop(e, run)
+            lines.append(_single(e, run) if len(run) == 1 else _loop(e, run))
     return lines
 
 
-def _runs(e: Emission) -> list[Run]:
+def forward_runs(e: Emission) -> list[Run]:
+    """Runs of layers that read and give values of the same names: each a loop of forward."""
     calls = e.program.layer_calls
-    groups = {id(call): group_of_layer(e.program, place) for place, call in enumerate(calls)}
-    return runs(e.program, lambda call: (_given(e, call), arguments(e, call), groups[id(call)]))
+    groups = {id(call): group_at(e.program, place) for place, call in enumerate(calls)}
+    return runs(e.program, lambda call: (_outputs(e, call), _arguments(e, call), groups[id(call)]))
 
 
-def _group_loop(e: Emission, run: Run, again: Again) -> list[str]:
+def _group_loop(e: Emission, run: Run) -> Suite:
     """A line for each group of layers that backward computes again together."""
+    group = group_at(e.program, run.start)
+    assert group is not None
     call, index = e.program.layer_calls[run.start], loop_name("i", e.program)
-    called = f"checkpoint(self.{method_name(e.program, again)}, {index}, {arguments(e, call)}, use_reentrant=False)"
-    return [f"for {index} in {layers_text(e.program, run)}[::{again.group}]:", f"    {_given(e, call)} = {called}"]
+    again = checkpointed(f"self.{group_method(e.program, group)}", index, *_arguments(e, call))
+    head = f"for {index} in {layers_text(e.program, run)}[::{group.group}]:"
+    return Suite(head, [Statement(again, _outputs(e, call)).text])
 
 
-def group_methods(e: Emission) -> list[list[str]]:
+def group_methods(e: Emission) -> list[Suite]:
     """The method of each range of groups; PlanError where the emitted names of its layers' values differ."""
-    methods: list[list[str]] = []
-    for run in _runs(e):
-        if not (again := group_of_layer(e.program, run.start)):
+    methods: list[Suite] = []
+    for run in forward_runs(e):
+        if not (group := group_at(e.program, run.start)):
             continue
-        if run.places != again.layers:
-            raise PlanError(f"recompute: layers {again.start} to {again.stop - 1} are no groups: use 'layer' for them")
+        if run.places != group.layers:
+            raise no_groups(group)
         call, index = e.program.layer_calls[run.start], loop_name("i", e.program)
-        given, read = _given(e, call), ", ".join(_read(e, call, str, "device"))
-        methods.append([
-            f"    def {method_name(e.program, again)}(self, start, {read}):",
-            f'        """{again.group} layers, which backward computes again together."""',
-            f"        for {index} in range(start, start + {again.group}):",
-            f"            {given} = {_layer_at(e, run, index)}({read})",
-            f"        return {given}",
-        ])  # fmt: skip
+        read, outputs = _read(e, call, str, "device"), _outputs(e, call)
+        layer = Statement(f"{_layer_at(e, run, index)}({', '.join(read)})", outputs)
+        loop = Suite(f"for {index} in range(start, start + {group.group}):", [layer])
+        body: list[Code] = [loop, Statement(", ".join(outputs), returned=True)]
+        doc = [f'"""{group.group} layers, which backward computes again together."""']
+        methods.append(function(group_method(e.program, group), ["self", "start", *read], body, doc))
     return methods
 
 
-def _single(e: Emission, run: Run) -> list[str]:
+def _single(e: Emission, run: Run) -> Code:
+    """The line of a layer, or of what is between two."""
     call = e.program.layer_calls[run.start]
-    layer = attribute(call.path, "submodule")
-    if e.program.is_between(call.block):
-        layer = f"self._{call.block}"
-    line = f"{_given(e, call)} = {layer}({arguments(e, call)})"
-    if e.program.is_between(call.block) and run.start in by_layer(e.program.recompute):
-        line = f"{_given(e, call)} = checkpoint({layer}, {arguments(e, call)}, use_reentrant=False)"
-    return [line] if _alone(e) else [f"if self._start <= {run.start} < self._stop:", f"    {line}"]
+    between = e.program.is_between(call.block)
+    line = _called(e, call, f"self._{call.block}" if between else attribute(call.path, "submodule"))
+    if between and call in recomputed_layers(e.program):
+        line = Statement(checkpointed(f"self._{call.block}", *_arguments(e, call)), _outputs(e, call)).text
+    return line if e.alone else Suite(f"if self._start <= {run.start} < self._stop:", [line])
 
 
-def _loop(e: Emission, run: Run) -> list[str]:
+def _loop(e: Emission, run: Run) -> Suite:
+    """A loop over layers: over the children of their list, where these are all of it, else by index."""
     calls = e.program.layer_calls[run.start : run.stop]
     layer, index = loop_name("layer", e.program), loop_name("i", e.program)
-    own = parent(calls[0])
-    whole = [c for c in e.program.layer_calls if parent(c) == own and not e.program.is_between(c.block)]
+    path = parent(calls[0])
+    whole = [c for c in e.program.layer_calls if parent(c) == path and not e.program.is_between(c.block)]
     once = len({c.path for c in whole}) == len(whole) == len(calls)
-    if once and _is_regular(e, run) and (_alone(e) or _only_list(e, run)):
-        loop = f"for {layer} in {attribute(own, 'submodule')}.children():"
+    # Every stage has layers of the list where there is no other.
+    if once and _is_regular(e, run) and (e.alone or len(run) == len(e.program.layer_calls)):
+        head = f"for {layer} in {attribute(path, 'submodule')}.children():"
     else:
-        loop = f"for {index} in {layers_text(e.program, run)}:"
-        layer = _layer_at(e, run, index)
-    return [loop, f"    {_given(e, calls[0])} = {layer}({arguments(e, calls[0])})"]
+        head, layer = f"for {index} in {layers_text(e.program, run)}:", _layer_at(e, run, index)
+    return Suite(head, [_called(e, calls[0], layer)])
 
 
 def _is_regular(e: Emission, run: Run) -> bool:
     """Whether the layers of a run are members of a list by their numbers."""
-    own = parent(e.program.layer_calls[run.start])
-    return own != "" and not own[0].isdigit() and number_text(e.program, run, "i") is not None
+    path = parent(e.program.layer_calls[run.start])
+    return path != "" and not path[0].isdigit() and number_text(e.program, run, "i") is not None
 
 
 def _layer_at(e: Emission, run: Run, index: str) -> str:
     """The layer of a run by its index, as source."""
     if _is_regular(e, run):
-        own = attribute(parent(e.program.layer_calls[run.start]), "submodule")
-        return f"{own}[{number_text(e.program, run, index)}]"
+        layers = attribute(parent(e.program.layer_calls[run.start]), "submodule")
+        return f"{layers}[{number_text(e.program, run, index)}]"
     return f"self.get_submodule({path_text(e.program, run, index)})"
-
-
-def _only_list(e: Emission, run: Run) -> bool:
-    """Whether every stage has layers of this list: it has no others."""
-    return len(run) == len(e.program.layer_calls)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import fx
 
 from ..ir.graph import Block, Program, arguments, info, node_inputs, set_info
 from ..placement import Strategy
+from .text import quoted
 
 aten = torch.ops.aten
 
@@ -26,9 +27,22 @@ def rotate(x: Any, cos: Any, sin: Any, function: str) -> Any:
     raise AssertionError("a graph node, not to be called")
 
 
-def part(*values: Any, method: str, name: str, always: bool, random: bool) -> Any:
+def region_call(*values: Any, method: str, name: str, always: bool, random: bool) -> Any:
     """A region of a layer that backward computes again, by its method: `random` where it draws dropout masks."""
     raise AssertionError("a graph node, not to be called")
+
+
+def checkpointed(called: str, *arguments: str) -> str:
+    """The source of a call that backward makes again."""
+    return f"checkpoint({', '.join([called, *arguments])}, use_reentrant=False)"
+
+
+def call_of_region(node: fx.Node, values: Sequence[str]) -> str:
+    """The source of a region: where only some of a class's layers compute it again, the layer knows whether it does."""
+    method = f"self.{node.kwargs['method']}"
+    if node.kwargs["always"]:
+        return checkpointed(method, *values)
+    return f"self._again({', '.join([quoted(str(node.kwargs['name'])), method, *values])})"
 
 
 @dataclass

@@ -1,35 +1,59 @@
-"""The names model.py uses itself, and how those of the user's model keep clear of them."""
+"""The names that model.py has of its own, where they are from, and how the user's model's keep clear of them."""
 
 from __future__ import annotations
 
 import builtins
-from collections.abc import Container
+from collections.abc import Collection, Container, Iterable
 
 from torch import nn
 
 from ..errors import PlanError
-from ..ir.graph import Program, Role, info
+from ..ir.graph import Call, Program, Role, info
 from ..ir.identifiers import COUNTS, identifier
 from ..ir.ops import COLLECTIVES
-from ..plan.recompute import by_layer
 
+_OF_TORCH = {
+    "torch": "import torch",
+    "F": "import torch.nn.functional as F",
+    "nn": "from torch import nn",
+    "checkpoint": "from torch.utils.checkpoint import checkpoint",
+}
+_OF_RUNTIME = {
+    "attention": ("gathered_attention", "ring_attention"),
+    "collectives": tuple(COLLECTIVES),
+    "experts": ("experts",),
+    "heads": ("head_of",),
+    "linear_loss": ("linear_cross_entropy",),
+    "loss": ("cross_entropy", "embedding"),
+    "norm": ("batch_norm", "statistics"),
+    "opaque": ("OpaqueModules",),
+    "parameters": ("buffer", "local", "parameter", "submodule", "summed", "tie"),
+    "random": ("attention", "dropout"),
+    "settings": ("Settings",),
+}
 _GLOBALS = frozenset({
-    "torch", "nn", "F", "checkpoint", "Settings", "Model", "count_targets",
+    *_OF_TORCH, *(name for names in _OF_RUNTIME.values() for name in names), "Model", "count_targets", "rotate",
     "SETTINGS", "LAYERS", "TIED", "RECOMPUTE", "GROUPS", "PARTS", "UNUSED", "OPAQUE", "OPTIONAL", "PARAMETER_GROUPS",
-    "parameter", "buffer", "tie", "submodule", "local", "summed", "statistics",
-    "embedding", "cross_entropy", "batch_norm", "dropout", "attention",
-    "PATHS", "rotate", "range", "super", "staticmethod", "max", "min", "float", "str", "dict", *COLLECTIVES,
-    "ENDS", "head_of", "experts", "ring_attention", "gathered_attention", "linear_cross_entropy", "OpaqueModules",
+    "PATHS", "ENDS", "range", "super", "staticmethod", "max", "min", "float", "str", "dict",
 })  # fmt: skip
 _RESERVED = _GLOBALS | {"b", "s", "device", "self", "received", "layer", "i", "_"}
-_OF_MODEL = (
+OF_MODEL = (
     "_count", "_first", "_last", "_start", "_stop", "_prologue", "_epilogue", "_tables", "_between",
     "_range", "_layers", "between_stages",
 )  # fmt: skip
 # What Model.forward calls; it keeps the names of inputs.
 _OF_FORWARD = ("self", "range", "checkpoint", "max", "min", "str", "PATHS")
-_OF_RECOMPUTED_LAYER = ("_recompute", "_layer", "_again")
+OF_RECOMPUTED_LAYER = ("_recompute", "_layer", "_again")
 _INSTEAD = {"embedding": "embedded", "attention": "attn", "cross_entropy": "loss"}
+
+
+def imports(names: Collection[str]) -> list[str]:
+    """The import lines of those of the names that torch and the saved runtime have."""
+    lines = [line for name, line in _OF_TORCH.items() if name in names]
+    modules = {module: [n for n in sorted(given) if n in names] for module, given in _OF_RUNTIME.items()}
+    ours = [f"from runtime.{module} import {', '.join(used)}" for module, used in modules.items() if used]
+    # Ruff sorts these two as one block or two, by where it is run.
+    return [*lines, "", "# isort: split", *ours]
 
 
 def value_name(base: str, taken: Container[str]) -> str:
@@ -38,12 +62,12 @@ def value_name(base: str, taken: Container[str]) -> str:
 
 
 def argument_name(name: str) -> str:
-    """What a method calls a keyword input of the model."""
+    """The name that a method has for a keyword input of the model."""
     return f"{name}_" if name in _RESERVED else name
 
 
 def class_name(block: str, program: Program) -> str:
-    """The Python class of a layer block."""
+    """The name of the Python class of a layer block."""
     taken = _RESERVED | {"stage"} | set(dir(builtins))  # what Model.__init__ takes, too
     return block if block not in taken else _unlike(f"{block}Layer", taken, program.blocks)
 
@@ -53,9 +77,12 @@ def loop_name(name: str, program: Program) -> str:
     return _unlike(name, program.inputs)
 
 
-def check_attributes(program: Program) -> None:
-    """PlanError where the emitted classes would lose an attribute of the model to one of their own or of nn.Module."""
-    reserved = (*_OF_MODEL, *{f"_{call.block}": 0 for call in program.layer_calls if program.is_between(call.block)})
+def check_attributes(program: Program, recomputed: Iterable[Call] = ()) -> None:
+    """PlanError where the emitted classes would lose an attribute of the model to one of their own or of nn.Module.
+
+    recomputed: the layers whose classes have attributes for what backward computes again.
+    """
+    reserved = (*OF_MODEL, *{f"_{call.block}": 0 for call in program.layer_calls if program.is_between(call.block)})
     of_modules = set(dir(nn.Module()))
     for name in (*program.parameters, *program.buffers):
         if name.partition(".")[0] in reserved or COUNTS.fullmatch(name.rpartition(".")[2]):
@@ -65,11 +92,10 @@ def check_attributes(program: Program) -> None:
     for name in program.inputs:
         if name in _OF_FORWARD:
             raise _clash(program, f"the input {name}", _OF_FORWARD)
-    for layer in by_layer(program.recompute):
-        call = program.layer_calls[layer]
+    for call in recomputed:
         for node in program.blocks[call.block].placeholders(Role.PARAMETER, Role.BUFFER):
-            if info(node).ref.partition(".")[0] in _OF_RECOMPUTED_LAYER:
-                raise _clash(program, call.full_name(info(node).ref), _OF_RECOMPUTED_LAYER)
+            if info(node).ref.partition(".")[0] in OF_RECOMPUTED_LAYER:
+                raise _clash(program, call.full_name(info(node).ref), OF_RECOMPUTED_LAYER)
 
 
 def _clash(program: Program, name: str, reserved: tuple[str, ...]) -> PlanError:

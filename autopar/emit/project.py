@@ -1,20 +1,29 @@
-"""The saved folder: model.py, train.py, runtime/, plan.yaml, weights, launch files and a README."""
+"""The saved folder: model.py, train.py, runtime/, plan.yaml, weights, launch files and a README; edits are not lost."""
 
 from __future__ import annotations
 
+import io
 import json
+import pickle
 import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..errors import PlanError
 from ..plan.plan import Plan
+from ..runtime.opaque import FILE, Applied, OpaqueModule
 from ..trace.initialise import Weights
-from .opaque import save_opaque
+
+KEPT = ".original"  # the folder, inside a saved program, with its files as they were written
+# Text that a saved program consists of, and that people edit.
+WRITTEN = ("model.py", "train.py", "plan.yaml", "README.md", "launch.sh", "job.sbatch", "init.json")
+_IMPORTABLE = "define it at the top of a module that the program can import"
 
 _README = """# {title}
 
@@ -125,3 +134,73 @@ def _save_weights(folder: Path, weights: Weights) -> None:
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Tensors by name; those that share storage are stored once."""
     torch.save({name: tensor.detach().cpu() for name, tensor in tensors.items()}, path)
+
+
+# --------------------------------------------------------------------------------
+# Modules that are kept whole
+
+
+def pack_opaque(modules: Mapping[str, OpaqueModule]) -> bytes:
+    """The file that holds the modules; nothing without any. PlanError where another process cannot import a class."""
+    if not modules:
+        return b""
+    for name, opaque in modules.items():
+        for kind in _classes(opaque.module):
+            if kind.__module__ == "__main__":
+                raise PlanError(f"{name} is kept whole, and its class {kind.__name__} is in a script: {_IMPORTABLE}")
+    packed = io.BytesIO()
+    try:
+        torch.save({name: (_kept(opaque.module), opaque.inputs) for name, opaque in modules.items()}, packed)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise PlanError(f"{', '.join(modules)}, kept whole, cannot be saved ({error}): {_IMPORTABLE}") from error
+    return packed.getvalue()
+
+
+def save_opaque(folder: Path, packed: bytes) -> None:
+    """Write the file of the modules beside the program, or remove what is left of an earlier one."""
+    (folder / FILE).unlink(missing_ok=True)
+    if packed:
+        (folder / FILE).write_bytes(packed)
+
+
+def _kept(module: nn.Module) -> Any:
+    """What is saved of a module: of a Function its class, for `Applied` is another class in the saved runtime."""
+    return module.function if isinstance(module, Applied) else module
+
+
+def _classes(module: nn.Module) -> list[type]:
+    return [module.function] if isinstance(module, Applied) else [type(part) for part in module.modules()]
+
+
+# --------------------------------------------------------------------------------
+# What somebody has edited in a folder that is about to be written
+
+
+def check_folder(folder: Path, overwrite: bool | Collection[str] = False) -> None:
+    """PlanError where a program cannot be written to `folder`, or files edited by hand would be lost.
+
+    overwrite: True for whatever is there, or the names of files that may be overwritten.
+    """
+    for part in (folder, *folder.parents):
+        if part.exists() and not part.is_dir():
+            where = "" if part == folder else f"{folder}: "
+            raise PlanError(f"{where}{part} is a file, and a program is a folder: name another")
+    allowed = edited_files(folder) if overwrite is True else overwrite or ()
+    if lost := [name for name in edited_files(folder) if name not in allowed]:
+        shown = ", ".join(lost[:6]) + (f" and {len(lost) - 6} more" if len(lost) > 6 else "")
+        raise PlanError(
+            f"{folder} has files that were not written by autopar, or edited since: {shown}. Write to another folder, "
+            "or overwrite them with --force (in Python: overwrite=True)"
+        )
+
+
+def edited_files(folder: Path) -> list[str]:
+    """Files that writing a program to `folder` would change or remove, and that are not as autopar wrote them."""
+    runtime = [path.relative_to(folder).as_posix() for path in sorted(folder.glob("runtime/**/*")) if path.is_file()]
+    names = [*WRITTEN, *(name for name in runtime if "__pycache__" not in name)]
+    return [name for name in names if (folder / name).exists() and not _as_written(folder, name)]
+
+
+def _as_written(folder: Path, name: str) -> bool:
+    kept = folder / KEPT / name
+    return kept.is_file() and kept.read_bytes() == (folder / name).read_bytes()

@@ -1,24 +1,168 @@
-"""Regions that backward computes again: each one line of its layer, and a method of its own."""
+"""What backward computes again, in model.py: its constants, the layers that are told of it, and calls of checkpoint."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
 
-from ..ir.graph import AgainRegion, Block, Role, info, node_inputs, set_info
+from ..errors import PlanError
+from ..ir.graph import AgainRegion, Block, Call, Program, Role, info, node_inputs, set_info
 from ..liveness.regions import gathered_order, is_random
 from ..placement import Strategy
-from .idioms import part
+from ..plan.recompute import LAYER, Again, by_layer, group_of, regions_of
+from .body import Body
+from .code import Code, Statement, Suite, function, table
+from .emission import Emission, untold_sizes
+from .idioms import checkpointed, region_call
+from .layer_runs import Run, offset, parent
 from .names import value_name
 from .roles import Roles
+from .sublayers import sublayers
+from .text import quoted, tuple_text
+from .value_names import Names
+
+# --------------------------------------------------------------------------------
+# Layers: which are told what, and by which constant
+
+
+def recomputed_layers(program: Program) -> list[Call]:
+    """The layers of which backward computes something again."""
+    return [program.layer_calls[layer] for layer in by_layer(program.recompute)]
+
+
+def _within_layers(program: Program) -> dict[int, str]:
+    """Layer → what of it alone is computed again; groups of layers are not the layers' own."""
+    return {layer: what for layer, what in by_layer(program.recompute).items() if group_of(what) == 1}
+
+
+def _by_region(program: Program) -> bool:
+    """Whether layers are told names of regions: where not all layers of a class have the same ones."""
+    return any(not region.always for regions in program.regions.values() for region in regions)
+
+
+def is_whole(program: Program, block: str) -> bool:
+    """Whether some layer of a class is recomputed as one."""
+    return any(program.layer_calls[i].block == block and what == LAYER for i, what in _within_layers(program).items())
+
+
+def _is_told(program: Program, block: str) -> bool:
+    """Whether layers of the class differ in what of them is computed again."""
+    return is_whole(program, block) or any(not region.always for region in program.regions.get(block, ()))
+
+
+def told(program: Program, block: str, layer: str) -> str:
+    """The argument of a layer of the class that says what to compute again; `layer` is the source of its index."""
+    if not _is_told(program, block):
+        return ""
+    return f"RECOMPUTE.get({layer}, ())" if _by_region(program) else f"{layer} in RECOMPUTE"
+
+
+def constants(program: Program) -> list[Code]:
+    """RECOMPUTE: layers, or layer → regions; GROUPS: the paths of each group's layers, gathered for it as one."""
+    rows = [_group_row(program, again) for again in program.recompute if again.group > 1]
+    groups = [table("GROUPS = (  # layers that are recomputed as one are one unit", rows)] if rows else []
+    blocks = {call.block for call in program.layer_calls}
+    within = _within_layers(program)
+    between = any(program.is_between(program.layer_calls[i].block) for i in within)
+    if not between and not any(_is_told(program, block) for block in blocks):
+        return [*groups]
+    if not _by_region(program):
+        layers = _range(sorted(i for i, what in within.items() if what == LAYER))
+        return [f"RECOMPUTE = {layers}  # layers whose activations backward computes again", *groups]
+    kinds = {what: _range([i for i in within if within[i] == what]) for what in within.values()}
+    rows = [f"**dict.fromkeys({layers}, {tuple_text(regions_of(what) or (LAYER,))})" for what, layers in kinds.items()]
+    return [table("RECOMPUTE = {  # layer → what backward computes again", rows, "}"), *groups]
+
+
+def _range(layers: Sequence[int]) -> str:
+    whole = list(layers) == list(range(layers[0], layers[-1] + 1))
+    return f"range({layers[0]}, {layers[-1] + 1})" if whole else str(list(layers))
+
+
+def _group_row(program: Program, again: Again) -> str:
+    paths = [call.path for call in program.layer_calls[again.start : again.stop]]
+    less = offset(program, Run(again.start, again.stop))
+    if less is None:
+        groups = [tuple(paths[i : i + again.group]) for i in range(0, len(paths), again.group)]
+        return f"*({', '.join(map(tuple_text, groups))},)"
+    path = f"{parent(program.layer_calls[again.start])}.{{i}}".lstrip(".")
+    firsts = f"range({again.start - less}, {again.stop - less}, {again.group})"
+    return f'*([f"{path}" for i in range(first, first + {again.group})] for first in {firsts})'
+
+
+def group_at(program: Program, layer: int) -> Again | None:
+    """The range of groups that a layer is in."""
+    return next((again for again in program.recompute if again.group > 1 and layer in again.layers), None)
+
+
+def group_method(program: Program, again: Again) -> str:
+    """The name of the method that computes a group of a range."""
+    several = sum(other.group > 1 for other in program.recompute) > 1
+    return f"_layers_{again.start}" if several else "_layers"
+
+
+def no_groups(again: Again) -> PlanError:
+    """The refusal of groups whose layers read or give values of different names."""
+    return PlanError(f"recompute: layers {again.start} to {again.stop - 1} are no groups: use 'layer' for them")
+
+
+def recomputed_text(program: Program, layers: Sequence[int]) -> list[str]:
+    """Words for the docstring of these layers' class: "recomputed", "recompute: mlp"."""
+    counts = Counter(what for layer, what in by_layer(program.recompute).items() if layer in layers)
+    if not counts:
+        return []
+    if set(counts) == {LAYER}:
+        return ["recomputed" if counts[LAYER] == len(layers) else f"{counts[LAYER]} of {len(layers)} recomputed"]
+    alone = len(counts) == 1 and counts.total() == len(layers)
+    return [f"recompute: {next(iter(counts))}" if alone else f"recompute in {counts.total()} of {len(layers)}"]
+
+
+# --------------------------------------------------------------------------------
+# The class of a layer
+
+
+def layer_init(program: Program, block: str, declarations: Sequence[Code]) -> Suite:
+    """The method __init__ of a layer's class."""
+    if not _is_told(program, block):
+        return function("__init__", ["self"], ["super().__init__()", *declarations])
+    body = ["super().__init__()", "self._recompute = recompute", *declarations]
+    return function("__init__", ["self", "recompute"], body)
+
+
+def layer_forward(program: Program, block: str, arguments: Sequence[str]) -> list[Suite]:
+    """The method forward, where `_layer` computes the layer: for a class of which some are recomputed as one."""
+    if not is_whole(program, block):
+        return []
+    parameters, layer = ["self", *arguments], f"self._layer({', '.join(arguments)})"
+    if _by_region(program):
+        again = ", ".join([quoted(LAYER), "self._layer", *arguments])
+        return [function("forward", parameters, [Statement(f"self._again({again})", returned=True)])]
+    again = f"return {checkpointed('self._layer', *arguments)}"
+    chosen = Suite("if self._recompute and torch.is_grad_enabled():", [again])
+    return [function("forward", parameters, [chosen, Statement(layer, returned=True)])]
+
+
+def by_regions(program: Program, block: str) -> list[Suite]:
+    """The method by which a layer computes a part of it, for a class whose layers are told names of regions."""
+    if not _is_told(program, block) or not _by_region(program):
+        return []
+    again = f"return {checkpointed('part', '*values')}"
+    chosen = Suite("if name in self._recompute and torch.is_grad_enabled():", [again])
+    doc = ['"""A part of the layer; where RECOMPUTE names it, backward computes it again."""']
+    return [function("_again", ["self", "name", "part", "*values"], [chosen, "return part(*values)"], doc)]
+
+
+# --------------------------------------------------------------------------------
+# Regions of a layer: each one node of the layer, and a method
 
 
 @dataclass(frozen=True)
-class Part:
-    """A region while it is written: its method, its ops in the block, and what it reads of others."""
+class Outlined:
+    """A region of a layer that has a method of its own: its ops in the block, and the values of others it reads."""
 
     region: AgainRegion
     method: str
@@ -29,68 +173,106 @@ class Part:
     def result(self) -> fx.Node:
         return next(node for node in self.ops if node.name == self.region.ops[-1])
 
-    def has(self, other: Part) -> bool:
+    def has(self, other: Outlined) -> bool:
         """Whether another region is a part of this one."""
         return other is not self and set(other.ops) < set(self.ops)
 
 
-def parts(block: Block, regions: Sequence[AgainRegion], renamed: Mapping[str, str]) -> list[Part]:
+def outlined(block: Block, regions: Sequence[AgainRegion], renamed: Mapping[str, str]) -> list[Outlined]:
     """The regions of a block with their ops; `renamed`: nodes that stand for others, by name."""
     taken = {info(n).ref.partition(".")[0] for n in block.placeholders(Role.PARAMETER, Role.BUFFER)}
-    found: list[Part] = []
+    made: list[Outlined] = []
     for region in regions:
         ops = _ops(block, region, renamed)
         reads = [n for node in ops for n in node_inputs(node) if n not in ops]
         values = tuple(dict.fromkeys(n for n in reads if info(n).role not in (Role.PARAMETER, Role.BUFFER)))
-        method = value_name(f"_{region.name.replace(' ', '_')}", {*taken, *(p.method for p in found)})
-        found.append(Part(region, method, ops, values))
-    return found
+        method = value_name(f"_{region.name.replace(' ', '_')}", {*taken, *(p.method for p in made)})
+        made.append(Outlined(region, method, ops, values))
+    return made
 
 
 def _ops(block: Block, region: AgainRegion, renamed: Mapping[str, str]) -> tuple[fx.Node, ...]:
     """The region's ops, and what passes have put between them; what converts at its borders stays outside."""
-    own = {node for node in block.ops if renamed.get(node.name, node.name) in region.ops}
+    inside = {node for node in block.ops if renamed.get(node.name, node.name) in region.ops}
     for node in reversed(block.ops):
-        if node.users and all(user in own for user in node.users) and any(n in own for n in node_inputs(node)):
-            own.add(node)
-    return tuple(node for node in gathered_order(block.ops, own) if node in own)
+        if node.users and all(user in inside for user in node.users) and any(n in inside for n in node_inputs(node)):
+            inside.add(node)
+    return tuple(node for node in gathered_order(block.ops, inside) if node in inside)
 
 
 @dataclass
-class Folded:
-    """A block with each of some parts as one node; `nodes`: those of the block → these."""
+class Outline:
+    """A block with each of some regions as one node; `nodes`: node of the block → the one that stands for it."""
 
-    block: Block
-    parts: Sequence[Part]
+    source: Block
+    regions: Sequence[Outlined]
     nodes: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        order = self.block.ops
-        for own in self.parts:
-            order = gathered_order(order, own.ops)
-        result = {own.result: own for own in self.parts}
-        inside = {node for own in self.parts for node in own.ops}
+        order = self.source.ops
+        for region in self.regions:
+            order = gathered_order(order, region.ops)
+        by_result = {region.result: region for region in self.regions}
+        inside = {node for region in self.regions for node in region.ops}
         graph = fx.Graph()
-        for node in [*self.block.placeholders(), *order]:
-            if node in result:
-                self.nodes[node] = self._call(graph, result[node])
+        for node in [*self.source.placeholders(), *order]:
+            if node in by_result:
+                self.nodes[node] = self._call(graph, by_result[node])
             elif node not in inside:
                 self.nodes[node] = graph.node_copy(node, self.nodes.__getitem__)
-        graph.output(tuple(self.nodes[node] for node in self.block.results))
-        self.folded = Block(self.block.name, graph)
+        graph.output(tuple(self.nodes[node] for node in self.source.results))
+        self.block = Block(self.source.name, graph)
 
-    def _call(self, graph: fx.Graph, own: Part) -> fx.Node:
-        about: dict[str, Any] = {"method": own.method, "name": own.region.name, "always": own.region.always}
-        about["random"] = any(map(is_random, own.ops))
-        made = graph.call_function(part, tuple(self.nodes[n] for n in own.reads), about)
-        facts = info(own.result)
-        strategy = Strategy(tuple(info(n).placement for n in own.reads), facts.placement)
-        return set_info(made, replace(facts, strategy=strategy))
+    def _call(self, graph: fx.Graph, region: Outlined) -> fx.Node:
+        about: dict[str, Any] = {"method": region.method, "name": region.region.name, "always": region.region.always}
+        about["random"] = any(map(is_random, region.ops))
+        call = graph.call_function(region_call, tuple(self.nodes[n] for n in region.reads), about)
+        facts = info(region.result)
+        strategy = Strategy(tuple(info(n).placement for n in region.reads), facts.placement)
+        return set_info(call, replace(facts, strategy=strategy))
 
     def roles(self, roles: Roles) -> Roles:
-        """The roles of the block's values, for the nodes here."""
-        made = Roles(self.folded, {})
+        """The roles of the source's values, for the nodes here."""
+        made = Roles(self.block, {})
         made.names = {self.nodes[n]: name for n, name in roles.names.items() if n in self.nodes}
         made.stream = {self.nodes[n] for n in roles.stream if n in self.nodes}
         made.weights = {self.nodes[n] for n in roles.weights if n in self.nodes}
         return made
+
+    def named(self, names: Mapping[fx.Node, str]) -> Names:
+        """Names of the source's nodes, for the nodes here."""
+        return {self.nodes[node]: name for node, name in names.items()}
+
+    def names(self, body: Body) -> Names:
+        """Names of a body of the nodes here, for the source's nodes."""
+        return {node: body.names[here] for node, here in self.nodes.items() if here in body.names}
+
+
+def region_methods(e: Emission, block: Block, name: str) -> list[Suite]:
+    """The method `name` of a layer, with a line for each region that is in no other, and these regions' methods."""
+    regions, roles = outlined(block, e.program.regions.get(block.name, ()), e.renamed), e.roles(block)
+    tops = [region for region in regions if not any(other.has(region) for other in regions)]
+    outline = Outline(block, tops)
+    ends = [part.ops[-1] for part in sublayers(block, roles)[:-1]]
+    breaks = [outline.nodes[node] for node in ends if node in outline.nodes]
+    body = Body(e, outline.block, outline.named(e.arguments(block)), breaks=breaks, roles=outline.roles(roles))
+    known = outline.names(body)
+    inner = [method for region in tops for method in _of_region(e, block, region, regions, known)]
+    return [body.method(name, e.parameters(block)), *inner]
+
+
+def _of_region(e: Emission, block: Block, region: Outlined, regions: Sequence[Outlined], known: Names) -> list[Suite]:
+    """The methods of a region and of those within it; `known`: the names that values have where it is called."""
+    within = [other for other in regions if region.has(other)]
+    outline = Outline(block, within)
+    own = {outline.nodes[n] for n in region.ops if n in outline.nodes}
+    ops = [node for node in outline.block.ops if node in own]
+    inputs = outline.named({n: known[n] for n in region.reads})
+    if untold_sizes(ops, inputs):
+        raise PlanError(
+            f"recompute: {region.method} of {block.name} cannot be made from what it reads: use 'layer' for it"
+        )
+    body = Body(e, outline.block, inputs, ops, [outline.nodes[region.result]], roles=outline.roles(e.roles(block)))
+    known = outline.names(body)
+    inner = [method for other in within for method in _of_region(e, block, other, regions, known)]
+    return [body.method(region.method), *inner]

@@ -18,7 +18,7 @@ from ..ir.custom import LINEAR_CROSS_ENTROPY
 from ..ir.graph import Block, Role, info, node_inputs
 from ..ir.ops import gathered_attention, is_collective, ring_attention
 from ..rules import rule_of
-from .idioms import part, rotate
+from .idioms import region_call, rotate
 
 aten: Any = torch.ops.aten
 
@@ -186,7 +186,7 @@ def is_postfix(node: fx.Node) -> bool:
     """Written after its operand: x.transpose(1, 2), x.to(dtype), x[..., 8:]."""
     if (
         node.op != "call_function"
-        or node.target in (rotate, part)
+        or node.target in (rotate, region_call)
         or is_collective(node.target)
         or not node_inputs(node)
     ):

@@ -19,13 +19,13 @@ COMPARISON, SUM, PRODUCT, UNARY, ATOM = 0, 1, 2, 3, 4
 
 @dataclass(frozen=True)
 class Text:
-    """Source of an expression, the precedence of its outermost operator, and the names it imports."""
+    """Source of an expression, and the precedence of its outermost operator."""
 
     source: str
     precedence: int = ATOM
-    imports: frozenset[str] = frozenset()
 
     def at(self, precedence: int) -> str:
+        """The source as an operand of an operator of that precedence: in parentheses where it binds less."""
         return self.source if self.precedence >= precedence else f"({self.source})"
 
 
@@ -110,8 +110,7 @@ def literal(value: Any) -> str:
     if isinstance(value, sympy.Basic):
         return size_text(value)
     if isinstance(value, list | tuple):
-        inner = ", ".join(literal(v) for v in value)
-        return f"({inner},)" if len(value) == 1 else f"({inner})"
+        return tuple_of([literal(v) for v in value])
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{literal(k)}: {literal(v)}" for k, v in value.items()) + "}"
     if isinstance(value, str):
@@ -121,6 +120,21 @@ def literal(value: Any) -> str:
     if value is None or isinstance(value, _PLAIN):
         return str(value)
     raise PlanError(f"{value!r} has no form in the emitted program: pass numbers, strings, or tuples or dicts of them")
+
+
+def tuple_of(expressions: Sequence[str]) -> str:
+    """Source of a tuple of expressions."""
+    return f"({expressions[0]},)" if len(expressions) == 1 else f"({', '.join(expressions)})"
+
+
+def sizes_text(shape: Sequence[Any]) -> str:
+    """Source of a tuple of sizes: a shape."""
+    return tuple_of([size_text(size) for size in shape])
+
+
+def tuple_text(items: Sequence[str]) -> str:
+    """Source of a tuple of strings."""
+    return tuple_of([quoted(item) for item in items])
 
 
 # --------------------------------------------------------------------------------

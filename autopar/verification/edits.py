@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from ..emit.overwrite import KEPT
+from ..emit.project import KEPT
 from ..errors import PlanError
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from ..emit.overwrite import KEPT, WRITTEN
+from ..emit.project import KEPT, WRITTEN
 from ..errors import PlanError
 from ..ir.graph import Program
 from ..plan.plan import Plan

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..compile.compiler import compile_program, prepare
 from ..emit.emission import Predicted
-from ..emit.opaque import pack_opaque, save_opaque
+from ..emit.project import pack_opaque, save_opaque
 from ..emit.source import model_source
 from ..errors import PlanError
 from ..ir.graph import Program

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..emit.load import load_source
+from ..emit.source import load_source
 from ..errors import PlanError
 from ..runtime.opaque import FILE
 from .parity import no_dropout, part_errors, relative_error

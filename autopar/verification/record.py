@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..emit.overwrite import KEPT
+from ..emit.project import KEPT
 from ..errors import PlanError
 from .samples import Input
 from .sizes import read_size

@@ -199,7 +199,7 @@ def plan_text(zero: int | None) -> str:
 
 def compare(folder: Path, pairs: int) -> dict[str, Any]:
     """Seconds of each step of both sides, and their first losses; on every rank."""
-    from autopar.emit.load import load_source
+    from autopar.emit.source import load_source
     from autopar.runtime.trainer import Trainer
 
     torch.set_num_threads(1)

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from autopar.compile.compiler import compile_program, cut_sequence, with_heads
 from autopar.cost_models.hardware import gpu
 from autopar.emit.emission import Predicted
-from autopar.emit.load import load_source
-from autopar.emit.source import model_source
+from autopar.emit.source import load_source, model_source
 from autopar.ir.graph import B, Program, S
 from autopar.plan.plan import Optimizer, Plan, Solution
 from autopar.plan.recompute import Again, choice, whole_layers

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.emit.load import load_source
+from autopar.emit.source import load_source
 from autopar.runtime.trainer import Trainer
 from tests.distributed.programs import VOCABULARY, Subject, assert_parity, local_batch, subject, trainer_of
 from tests.harness import run_ranks

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.emit.load import load_source
+from autopar.emit.source import load_source
 from autopar.plan.plan import Plan
 from autopar.runtime import random
 from autopar.runtime.trainer import Trainer

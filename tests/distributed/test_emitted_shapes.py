@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.emit.load import load_source
+from autopar.emit.source import load_source
 from autopar.errors import PlanError
 from tests import models
 from tests.distributed.programs import (

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from autopar.api import Parallelized, parallelize
-from autopar.emit.names import _OF_MODEL, _OF_RECOMPUTED_LAYER
+from autopar.emit.names import OF_MODEL, OF_RECOMPUTED_LAYER
 from autopar.errors import PlanError
 from autopar.ir.identifiers import COUNTS
 from autopar.verification import ranks
@@ -83,7 +83,7 @@ PLANS: tuple[dict[str, Any], ...] = (
 def is_name(text: str) -> bool:
     """Whether a module takes it for the name of a child, parameter or buffer; the emitted class needs some itself."""
     legal = bool(text) and "." not in text and not hasattr(nn.Module(), text) and text not in ("names", "put", "at")
-    own = text in (*_OF_MODEL, *_OF_RECOMPUTED_LAYER) or COUNTS.fullmatch(text) or text.startswith("_between")
+    own = text in (*OF_MODEL, *OF_RECOMPUTED_LAYER) or COUNTS.fullmatch(text) or text.startswith("_between")
     return legal and not own
 
 

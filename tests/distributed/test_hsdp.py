@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from autopar.cost_models.states import collective_counts
-from autopar.emit.load import load_source
 from autopar.emit.project import save_tensors
+from autopar.emit.source import load_source
 from autopar.runtime.trainer import Trainer
 from autopar.search.layouts import MEGATRON_SP
 from tests.distributed.half import assert_half

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from autopar.emit.load import load_source
 from autopar.emit.project import save_tensors
+from autopar.emit.source import load_source
 from autopar.runtime import optimizer as runtime_optimizer
 from autopar.runtime.mesh import Mesh, init_mesh
 from autopar.runtime.optimizer import Optimizer, Tied, square_sum

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.emit.load import load_source
+from autopar.emit.source import load_source
 from autopar.runtime.trainer import Trainer
 from autopar.search.layouts import MEGATRON_SP
 from tests import models

@@ -14,7 +14,7 @@ from autopar.cost_models.compute import ModelPrice, price_model, stage_shape
 from autopar.cost_models.describe import describe
 from autopar.cost_models.hardware import gpu
 from autopar.cost_models.stage_memory import stage_memory
-from autopar.emit.load import load_source
+from autopar.emit.source import load_source
 from autopar.ir.graph import B, S
 from autopar.plan.plan import Plan
 from autopar.plan.recompute import by_layer

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.emit.load import load_source
 from autopar.emit.project import save_tensors
+from autopar.emit.source import load_source
 from autopar.runtime.trainer import Trainer
 from autopar.trace.opaque import opaque_modules
 from tests.distributed import programs

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from autopar.emit.load import load_source
+from autopar.emit.source import load_source
 from autopar.runtime.trainer import Trainer
 from tests.distributed.programs import batches, gpt
 from tests.harness import run_ranks

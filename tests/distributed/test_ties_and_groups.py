@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.emit.load import load_source
+from autopar.emit.source import load_source
 from autopar.request import read_optimizer
 from autopar.runtime.trainer import Trainer
 from tests.distributed.programs import (

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from autopar.compile.compiler import compile_program, prepare
 from autopar.emit.emission import Predicted
-from autopar.emit.load import load_source
-from autopar.emit.source import model_source
+from autopar.emit.source import load_source, model_source
 from autopar.plan.plan import Optimizer, Plan, Solution
 from autopar.runtime.choices import Mesh
 from autopar.runtime.trainer import Trainer

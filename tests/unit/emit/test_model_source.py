@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from autopar.emit.load import load_source
+from autopar.emit.source import load_source
 from autopar.ir.graph import Role, info
 from autopar.ir.ops import is_collective
 from autopar.plan.recompute import Again, whole_layers

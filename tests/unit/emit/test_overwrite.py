@@ -12,7 +12,7 @@ from torch import nn
 
 from autopar.api import Parallelized, parallelize
 from autopar.cli import main
-from autopar.emit.overwrite import edited_files
+from autopar.emit.project import edited_files
 from autopar.errors import PlanError
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from autopar.compile.compiler import compile_program
 from autopar.cost_models.opaque import opaque_shares
 from autopar.emit.emission import Predicted
-from autopar.emit.opaque import pack_opaque, save_opaque
+from autopar.emit.project import pack_opaque, save_opaque
 from autopar.emit.source import model_source
 from autopar.errors import PlanError, TraceError
 from autopar.ir.custom import OPAQUE

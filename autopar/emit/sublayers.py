@@ -1,4 +1,4 @@
-"""A layer as regions: its sublayers, each with its norm and its residual, for a method or a paragraph of its own."""
+"""A layer as sublayers, each with its norm and its residual, for a method or a paragraph of its own."""
 
 from __future__ import annotations
 
@@ -9,19 +9,26 @@ from dataclasses import dataclass
 from torch import fx
 
 from ..ir.graph import Block, Role, info, node_inputs
+from .body import Body
+from .code import Statement, Suite, function, length, returning
+from .emission import Emission, untold_sizes
 from .names import value_name
+from .placements import argument_shapes
 from .roles import ACTIVATIONS, ATTENTION, ATTENTIONS, HEAVY, MLP, NORMS, PROJECTIONS, SOFTMAX, Roles
+from .value_names import Names
+
+_LONG = 25  # lines of a body that is better read as several methods
 
 
 @dataclass(frozen=True)
-class Region:
-    """Consecutive ops of a block that end in the residual stream, and what they are called."""
+class Sublayer:
+    """Consecutive ops of a block that end in the residual stream; `name` is that of their method."""
 
     name: str
     ops: tuple[fx.Node, ...]
 
     def results(self, block: Block) -> list[fx.Node]:
-        """What later ops, or the readers of the block, take of it."""
+        """The values that later ops, or the readers of the block, take of it."""
         own = set(self.ops)
         return [n for n in self.ops if n in block.results or any(u not in own for u in n.users)]
 
@@ -31,8 +38,8 @@ class Region:
         return {operand for node in self.ops for operand in node_inputs(node) if operand not in own}
 
 
-def regions(block: Block, roles: Roles) -> list[Region]:
-    """The regions of a layer; one where nothing but the whole holds together."""
+def sublayers(block: Block, roles: Roles) -> list[Sublayer]:
+    """The sublayers of a layer; one where nothing but the whole holds together."""
     parts: list[list[fx.Node]] = [[]]
     ops = block.ops
     for place, node in enumerate(ops):
@@ -43,11 +50,11 @@ def regions(block: Block, roles: Roles) -> list[Region]:
         last = parts.pop()
         parts[-1] += last
     taken = {info(n).ref.partition(".")[0] for n in block.placeholders(Role.PARAMETER, Role.BUFFER)}
-    found: list[Region] = []
+    made: list[Sublayer] = []
     for part in parts:
-        name = _name(part, roles, {*taken, *(region.name for region in found)})
-        found.append(Region(name, tuple(part)))
-    return found
+        name = _name(part, roles, {*taken, *(sublayer.name for sublayer in made)})
+        made.append(Sublayer(name, tuple(part)))
+    return made
 
 
 def _ends(place: int, ops: Sequence[fx.Node], block: Block, roles: Roles) -> bool:
@@ -87,3 +94,42 @@ def _reads_another(part: Sequence[fx.Node], roles: Roles) -> bool:
 
 def _snake(name: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+
+
+# --------------------------------------------------------------------------------
+# Methods
+
+
+def sublayer_methods(e: Emission, block: Block, name: str) -> list[Suite]:
+    """The method `name` of a layer, with a paragraph a sublayer; where that is long, also a method a sublayer."""
+    names = e.arguments(block)
+    parts = sublayers(block, e.roles(block))
+    body = Body(e, block, names, breaks={part.ops[-1] for part in parts[:-1]})
+    separable = len(parts) > 1 and not any(untold_sizes(part.ops, part.reads()) for part in parts)
+    if not separable or length(body.statements) <= _LONG:
+        return [body.method(name, e.parameters(block))]
+    calls: list[Statement] = []
+    methods: list[Suite] = []
+    known = dict(names)
+    for place, part in enumerate(parts):
+        reads, results = part.reads(), part.results(block)
+        # What comes along the stream is the first argument.
+        inputs = dict(sorted(((n, known[n]) for n in known if n in reads), key=lambda item: item[1] != "x"))
+        inside = Body(e, block, inputs, part.ops, results)
+        methods.append(inside.method(part.name))
+        live = {node for later in parts[place + 1 :] for node in later.reads()} | set(block.results)
+        known |= _free_names(results, inside.result_names, {name for node, name in known.items() if node in live})
+        call = f"self.{part.name}({', '.join(inputs.values())})"
+        calls.append(Statement(call, tuple(known[node] for node in results)))
+    returned = returning(calls, [known[node] for node in block.results])
+    shapes = argument_shapes(names, e.plan.mesh.tp)
+    return [function(name, ["self", *e.parameters(block)], returned, comment=shapes), *methods]
+
+
+def _free_names(nodes: Sequence[fx.Node], bases: Sequence[str], taken: set[str]) -> Names:
+    """Names like the bases, none of them taken."""
+    names: Names = {}
+    for node, base in zip(nodes, bases, strict=True):
+        names[node] = value_name(base, taken)
+        taken = taken | {names[node]}
+    return names
