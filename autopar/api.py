@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from .compile.compiler import compile_program, prepare
+from .compile.notes import explain_notes, table_notes, warn_unknown
 from .compile.solutions import Solutions, models_of, solve_layouts, with_placements
 from .cost_models.hardware import Cluster
-from .cost_models.opaque import opaque_note
 from .cost_models.step_time import Estimate
 from .emit.emission import Predicted
 from .emit.project import check_folder, pack_opaque, save_project, save_tensors
@@ -29,22 +29,17 @@ from .emit.text import fenced
 from .errors import PlanError
 from .ir.graph import B, Program, S
 from .ir.identifiers import printable
-from .ir.unread import unread_note
-from .passes.islands import islands_note
 from .plan.options import PINS, check, check_names
 from .plan.plan import Plan, asked_length
 from .progress import progress
 from .request import Job, OptimizerLike, make_job
-from .search.context_note import context_note
 from .search.explain import explain, plan_table
 from .search.explain import why_not as why_slower
 from .search.job import check_choices, check_layers, cp_sizes, illegal_sizes, search_job, tp_sizes
 from .search.layouts import LAYOUTS
 from .search.pins import Pins
 from .search.search import SearchResult
-from .search.unknown_ops import warn_unknown
 from .trace.initialise import Weights, weights_of
-from .trace.layers import class_names
 from .trace.opaque import opaque_modules
 from .trace.positions import check_positions
 from .trace.watch import layers_watched
@@ -103,7 +98,7 @@ def parallelize(
     illegal = illegal_sizes(program, job, chosen)
     if job.batch.padded:
         check_padding(job, program, job.batch.tokens, job.batch.sequence)
-    warn_unknown(program, {B: 1, S: job.batch.sequence})
+    warn_unknown(program, job.batch.sequence)
     layouts = [layout for layout in LAYOUTS if _allowed(chosen, layout.name)]
     cps, tps = cp_sizes(program, job, chosen), [tp for tp in tp_sizes(job, chosen) if f"tp={tp}" not in illegal]
     solutions, unsolved = solve_layouts(program, job, cps, tps, layouts, chosen)
@@ -143,31 +138,13 @@ class Parallelized:
         tied = set(self.program.tied)
         sizes = (sympy.Mul(*t.shape) for name, t in self.program.parameters.items() if name not in tied)
         table = plan_table(self.result, self.job.name, int(sum(sizes)))
-        notes = [f"opaque: {note}" for note in self._opaque] + unread_note(self.program)
-        notes += [f"checks: left out at {where}, for all it could do is raise" for where in self.program.checks]
-        notes += [f"default: {note}" for note in self.job.notes]
+        notes = table_notes(self.job, self.program)
         return printable(table + "".join(f"\n {note}" for note in notes))
-
-    @cached_property
-    def _opaque(self) -> list[str]:
-        if not self.program.opaque:
-            return []
-        return opaque_note(self.program, {B: 1, S: self.job.batch.sequence}, class_names(self.job.model))
 
     def explain(self) -> str:
         """Time and memory of each stage, and what the runners-up lose."""
-        whole = [f"opaque: {name} is kept whole: {call.reason}" for name, call in self.program.opaque.items()]
-        over_cp = [note] if (note := context_note(self.program, self.plan.context)) else []
-        opaque = [*(f"opaque: {note}" for note in self._opaque), *whole]
-        return printable("\n".join([explain(self.result), *over_cp, *opaque, *self._islands]))
-
-    @property
-    def _islands(self) -> list[str]:
-        """What a half-precision program computes in fp32 beyond the author's own casts."""
-        if not self.job.compute.half:
-            return []
-        others = islands_note(self.program)
-        return [f"in fp32: the loss{f', {others}' if others else ''}; inside kernels: the sums of norms and softmax"]
+        notes = explain_notes(self.job, self.program, self.plan.context)
+        return printable("\n".join([explain(self.result), *notes]))
 
     def compare(self, **pins: Any) -> str:
         """What if: the best plan with these pins beside the chosen one."""

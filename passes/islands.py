@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from autopar.ir.build import call
-from autopar.ir.graph import Program, Role, info, node_inputs, update_info
+from autopar.ir.graph import Role, info, node_inputs, update_info
 from autopar.placement import Strategy
 from autopar.rules import pointwise, reductions, views
 from autopar.rules.arguments import option
@@ -91,12 +91,3 @@ def _goes_on(node: fx.Node) -> bool:
     if info(node).role is Role.CONVERT or node.target in _GO_ON:
         return True
     return pointwise.is_pointwise(node.target) or reductions.is_reduction(node.target)
-
-
-def islands_note(program: Program) -> str:
-    """ "router (Block), norm (Block, epilogue)": the islands of a program, and the blocks where they begin."""
-    found: dict[str, set[str]] = {}
-    for block, node in program.each_op():
-        if info(node).island:
-            found.setdefault(info(node).island, set()).add(block.name)
-    return ", ".join(f"{name} ({', '.join(sorted(blocks))})" for name, blocks in found.items())

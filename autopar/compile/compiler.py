@@ -15,8 +15,8 @@ from torch import nn
 from ..errors import PlanError
 from ..ir.graph import B, Program, S
 from ..ir.lengths import check_multiple
+from ..ir.reads import read_elsewhere
 from ..ir.text import program_text
-from ..ir.units import read_elsewhere
 from ..passes import CONTEXT, HEADS, PASSES, PREPARE, Pass
 from ..plan.deadlock import deadlock, posts
 from ..plan.plan import Plan, Solution

@@ -13,7 +13,7 @@ from torch import fx
 from ..ir.custom import OPAQUE
 from ..ir.graph import COUNT, PROLOGUE, Call, Role, TensorInfo, arguments, info, node_inputs
 from ..ir.ops import is_collective
-from ..ir.unread import unread_buffers, unread_parameters
+from ..ir.reads import unread_buffers, unread_parameters
 from ..runtime.choices import AXES
 from . import recomputed
 from .code import Code, Suite, table, text_of

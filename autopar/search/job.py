@@ -9,7 +9,7 @@ from ..cost_models.layer_costs import ModelCosts
 from ..errors import PlanError
 from ..ir.graph import B, Program, S
 from ..ir.lengths import check_multiple
-from ..ir.units import read_elsewhere
+from ..ir.reads import read_elsewhere
 from ..plan.options import check
 from ..plan.plan import asked_length
 from ..request import Job, batch_of, default_batch, default_precision, read_cluster

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..ir.graph import Program, Role, arguments, info
-from ..ir.unread import read_names
+from ..ir.reads import read_names
 from .samples import Input, inputs_of, random_batch
 from .sizes import read_size
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..compile.compiler import prepare
 from ..errors import PlanError
 from ..ir.graph import Call, Program, Role
-from ..ir.unread import read_names
+from ..ir.reads import read_names
 from ..progress import progress
 from ..request import Job
 from ..rules.padding import paddings_of

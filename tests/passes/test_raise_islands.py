@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from autopar.compile.notes import islands_note
 from autopar.ir.graph import MODEL, info
-from autopar.passes.islands import islands_note
 from autopar.passes.raise_islands import RaiseIslands
 from tests.passes.programs import assert_becomes, read
 

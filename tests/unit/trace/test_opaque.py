@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.compile.compiler import compile_program
-from autopar.cost_models.opaque import opaque_shares
+from autopar.compile.notes import opaque_shares
 from autopar.emit.emission import Predicted
 from autopar.emit.project import pack_opaque, save_opaque
 from autopar.emit.source import model_source
@@ -82,7 +82,7 @@ def test_flops_are_counted_and_shared_out() -> None:
     program = traced(OpaqueModel(BatchSquash, layers=2))
     assert arguments(opaque_node(program))[4] == 2 * 32 * 32  # one linear
     ours, others, head = 2 * 32 * 32, 2 * 2 * 16 * 32, 2 * 16 * 97
-    assert opaque_shares(program, {B: 1, S: 16})["inner"] == pytest.approx(2 * ours / (2 * (ours + others) + head))
+    assert opaque_shares(program, 16)["inner"] == pytest.approx(2 * ours / (2 * (ours + others) + head))
 
 
 def test_a_layer_that_branches_itself_is_kept_whole() -> None:

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.ir.graph import B, S
-from autopar.search.unknown_ops import warn_unknown
+from autopar.compile.notes import warn_unknown
 from tests.passes.programs import read
 
 TEXT = """
@@ -24,13 +23,13 @@ block model:
 
 def test_an_op_without_a_rule_is_named_with_its_cost() -> None:
     with pytest.warns(UserWarning, match=r"cdist at y has no sharding rule: it is replicated on tp \(\d\d\.\d% of"):
-        warn_unknown(read(TEXT), {B: 1, S: 64})
+        warn_unknown(read(TEXT), 64)
 
 
 def test_ops_with_rules_are_not_named() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_unknown(read(TEXT.replace("cdist(h, w)", "linear(h, w)")), {B: 1, S: 64})
+        warn_unknown(read(TEXT.replace("cdist(h, w)", "linear(h, w)")), 64)
 
 
 class Tripled(torch.autograd.Function):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from autopar.compile.notes import context_note
 from autopar.plan.plan import Plan, Solution
 from autopar.runtime.choices import Mesh
-from autopar.search.context_note import context_note
 from autopar.search.layouts import ALL_GATHER, RING, ULYSSES
 from tests.distributed.test_context import encoder, llama
 from tests.distributed.test_windows import qwen
