@@ -49,12 +49,12 @@ def _outputs(e: Emission, call: Call) -> tuple[str, ...]:
     return tuple(e.names[v] for v in call.outputs)
 
 
-def _called(e: Emission, call: Call, function: str) -> str:
+def _called(e: Emission, call: Call, function: str) -> Statement:
     """The values of a call, by a function of its block."""
-    return Statement(f"{function}({', '.join(_arguments(e, call))})", _outputs(e, call)).text
+    return Statement(f"{function}({', '.join(_arguments(e, call))})", _outputs(e, call))
 
 
-def _made_first(e: Emission, block: str, method: str) -> list[str]:
+def _made_first(e: Emission, block: str, method: str) -> list[Statement]:
     """The line that calls `_tables` or `_prologue`; none without such a block."""
     return [_called(e, e.program.call_of(block), f"self.{method}")] if block in e.program.blocks else []
 
@@ -110,7 +110,7 @@ def _group_loop(e: Emission, run: Run) -> Suite:
     call, index = e.program.layer_calls[run.start], loop_name("i", e.program)
     again = checkpointed(f"self.{group_method(e.program, group)}", index, *_arguments(e, call))
     head = f"for {index} in {layers_text(e.program, run)}[::{group.group}]:"
-    return Suite(head, [Statement(again, _outputs(e, call)).text])
+    return Suite(head, [Statement(again, _outputs(e, call))])
 
 
 def group_methods(e: Emission) -> list[Suite]:
@@ -137,7 +137,7 @@ def _single(e: Emission, run: Run) -> Code:
     between = e.program.is_between(call.block)
     line = _called(e, call, f"self._{call.block}" if between else attribute(call.path, "submodule"))
     if between and call in recomputed_layers(e.program):
-        line = Statement(checkpointed(f"self._{call.block}", *_arguments(e, call)), _outputs(e, call)).text
+        line = Statement(checkpointed(f"self._{call.block}", *_arguments(e, call)), _outputs(e, call))
     return line if e.alone else Suite(f"if self._start <= {run.start} < self._stop:", [line])
 
 
