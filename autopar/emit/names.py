@@ -52,8 +52,7 @@ def imports(names: Collection[str]) -> list[str]:
     lines = [line for name, line in _OF_TORCH.items() if name in names]
     modules = {module: [n for n in sorted(given) if n in names] for module, given in _OF_RUNTIME.items()}
     ours = [f"from runtime.{module} import {', '.join(used)}" for module, used in modules.items() if used]
-    # Ruff sorts these two as one block or two, by where it is run.
-    return [*lines, "", "# isort: split", *ours]
+    return [*lines, "", *ours]
 
 
 def value_name(base: str, taken: Container[str]) -> str:

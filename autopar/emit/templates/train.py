@@ -12,7 +12,6 @@ from pathlib import Path
 from torch.distributed import destroy_process_group
 from torch.distributed.elastic.multiprocessing.errors import record
 
-# isort: split
 import model
 from runtime.data import Loader, load_dataset
 from runtime.metrics import Meter

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-# isort: split
 from runtime.collectives import all_gather, reduce_scatter
 from runtime.loss import cross_entropy, embedding
 from runtime.parameters import local, parameter, submodule, summed, tie

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-# isort: split
 from runtime.parameters import buffer, parameter, submodule
 from runtime.settings import Settings
 

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-# isort: split
 from runtime.collectives import all_reduce, copy_to, split
 from runtime.loss import embedding
 from runtime.parameters import buffer, local, parameter, submodule

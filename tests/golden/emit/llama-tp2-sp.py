@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-# isort: split
 from runtime.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from runtime.loss import embedding
 from runtime.parameters import buffer, local, parameter, submodule, summed

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-# isort: split
 from runtime.collectives import all_gather, all_to_all, reduce_scatter, split
 from runtime.loss import cross_entropy, embedding
 from runtime.parameters import local, parameter, submodule, summed, tie
