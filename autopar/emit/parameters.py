@@ -13,10 +13,8 @@ from .text import attribute, quoted, sizes_text
 
 
 def declarations(e: Emission, block: Block) -> Iterator[str]:
-    """A line for each parameter and buffer of a block that is not declared yet: parameter(…), tie(…) or buffer(…)."""
+    """A line for each parameter and buffer of a block that is not declared yet: parameter(…), tie(…), buffer(…), …"""
     for node in block.placeholders(Role.PARAMETER, Role.BUFFER):
-        if is_count(info(node)):
-            continue
         if line := _parameter(e, node) if info(node).role is Role.PARAMETER else _buffer(e, node):
             yield line
 
@@ -35,6 +33,9 @@ def _parameter(e: Emission, node: fx.Node) -> str:
 
 def _buffer(e: Emission, node: fx.Node) -> str:
     facts = info(node)
+    if is_count(facts):
+        value = f"torch.zeros({sizes_text(facts.shape)}, dtype={facts.dtype})"
+        return f"self.register_buffer({quoted(facts.ref)}, {value}, persistent=False)  # the trainer sets it"
     if is_statistic(e, node):  # a running mean, declared with its variance and count
         path, _, name = facts.ref.rpartition(".")
         declared = f"statistics(self, {quoted(path)}, {facts.shape[0]}, {facts.dtype})"

@@ -30,6 +30,10 @@ class Text:
 
 
 Render = Callable[[Any], Text]
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_EXTREMES = {
+    getattr(torch.finfo(dtype), end): f"torch.finfo({dtype}).{end}" for dtype in _DTYPES for end in ("min", "max")
+}
 _PLAIN = (bool, int, float, complex, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
@@ -117,6 +121,8 @@ def literal(value: Any) -> str:
         return quoted(value)
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
+    if isinstance(value, float) and value in _EXTREMES:
+        return _EXTREMES[value]
     if value is None or isinstance(value, _PLAIN):
         return str(value)
     raise PlanError(f"{value!r} has no form in the emitted program: pass numbers, strings, or tuples or dicts of them")

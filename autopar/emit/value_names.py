@@ -31,6 +31,9 @@ _OF_NUMBERS = {
     "masked_fill": "filled", "scalar_tensor": "constant", "full": "constant", "all": "whole", "any": "some",
     "round": "rounded", "index": "indexed", "slice": "part",
 }  # fmt: skip
+# Of them those that change a number, not what it is a number of: a distance in a larger unit, labels shifted by one.
+_CHANGING = {"min", "max", "add", "mul", "div", "where", "pow", "masked_fill", "round", "cat"}
+_FILLED = {"zeros", "ones", "constant"}
 _RUNNING = ("h", "x")  # names of values that are what they are now
 
 
@@ -86,7 +89,7 @@ def _line_name(lines: Lines, names: Names, node: fx.Node) -> str:
     running = [n for n in reads if names[n] in _RUNNING and lines.dies(n, node)]
     if running and info(node).requires_grad and (head.target in NORMS or len(reads) == 1):
         return names[running[0]]
-    return free(_name_by_op(lines, head, node))
+    return free(_name_by_op(lines, names, head, node))
 
 
 def _changed(lines: Lines, names: Names, head: fx.Node) -> fx.Node | None:
@@ -99,7 +102,7 @@ def _changed(lines: Lines, names: Names, head: fx.Node) -> fx.Node | None:
     return main if main in names else None
 
 
-def _name_by_op(lines: Lines, head: fx.Node, node: fx.Node) -> str:
+def _name_by_op(lines: Lines, names: Names, head: fx.Node, node: fx.Node) -> str:
     facts = info(head)
     if head.target in HEAVY and facts.module:
         return _short(facts.module)
@@ -108,10 +111,11 @@ def _name_by_op(lines: Lines, head: fx.Node, node: fx.Node) -> str:
     if info(node).requires_grad:
         return "h"
     weights = [n for n in node_inputs(head) if info(n).role in (Role.PARAMETER, Role.BUFFER)]
-    if not lines.reads(head) and weights:
+    reads = lines.reads(head)
+    if not reads and weights:
         return info(weights[0]).ref.rpartition(".")[2]
-    name = op_name(head).strip("_")
-    return _OF_NUMBERS.get(name, name)
+    name, stems = op_name(head).strip("_"), {re.sub(r"_\d+$", "", names[value]) for value in reads} - _FILLED
+    return stems.pop() if name in _CHANGING and len(stems) == 1 else _OF_NUMBERS.get(name, name)
 
 
 def _hides(head: fx.Node) -> bool:

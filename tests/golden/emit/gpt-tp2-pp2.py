@@ -133,6 +133,7 @@ class Model(nn.Module):
             parameter(self, "transformer.ln_f.weight", (64,))
             parameter(self, "transformer.ln_f.bias", (64,))
             tie(self, "lm_head.weight", "transformer.wte.weight", (97, 64), shard=0)
+            self.register_buffer("_count", torch.zeros((), dtype=torch.int64), persistent=False)  # the trainer sets it
 
     def forward(self, *received, input_ids, labels):
         if self._first:

@@ -130,6 +130,7 @@ class Model(nn.Module):
         parameter(self, "transformer.ln_f.weight", (32,))
         parameter(self, "transformer.ln_f.bias", (32,))
         tie(self, "lm_head.weight", "transformer.wte.weight", (97, 32), shard=0)
+        self.register_buffer("_count", torch.zeros((), dtype=torch.int64), persistent=False)  # the trainer sets it
 
     def forward(self, *, input_ids, labels):
         x = self._prologue(input_ids)

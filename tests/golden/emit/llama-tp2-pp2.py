@@ -110,6 +110,7 @@ class Model(nn.Module):
         if self._last:
             parameter(self, "model.norm.weight", (64,), shard=0)
             parameter(self, "lm_head.weight", (97, 64), shard=1)
+            self.register_buffer("_count", torch.zeros((), dtype=torch.int64), persistent=False)  # the trainer sets it
 
     def forward(self, *received, input_ids, labels):
         cos, sin = self._tables(input_ids.shape[1], input_ids.device)

@@ -106,6 +106,7 @@ class Model(nn.Module):
             submodule(self, f"model.layers.{i}", LlamaDecoderLayer())
         parameter(self, "model.norm.weight", (64,), shard=0)
         parameter(self, "lm_head.weight", (97, 64), shard=1)
+        self.register_buffer("_count", torch.zeros((), dtype=torch.int64), persistent=False)  # the trainer sets it
 
     def forward(self, *, input_ids, labels):
         cos, sin = self._tables(input_ids.shape[1], input_ids.device)

@@ -82,14 +82,17 @@ class T5Block(nn.Module):
         positions = torch.arange(s, dtype=torch.int64, device=x.device).unsqueeze(0)
         difference = positions - torch.arange(s, dtype=torch.int64, device=x.device).unsqueeze(1)
         distance = difference.abs()
-        total = ((distance.to(torch.float32) / 8).log() / 2.772588722239781 * 8).to(torch.int64) + 8
-        chosen = torch.where(distance < 8, distance, total.min(torch.full_like(total, 15)))
-        indices = (difference > 0).to(torch.int64) * 16 + chosen
+        distance_2 = (distance.to(torch.float32) / 8).log() / 2.772588722239781 * 8
+        distance_2 = distance_2.to(torch.int64)
+        distance_2 = distance_2 + 8
+        distance_2 = distance_2.min(torch.full_like(distance_2, 15))
+        distance = torch.where(distance < 8, distance, distance_2)
+        indices = (difference > 0).to(torch.int64) * 16 + distance
         position_bias = F.embedding(
             indices, local(self.layer[0].SelfAttention.relative_attention_bias.weight)
         )
         position_bias = position_bias.permute(2, 0, 1).unsqueeze(0)
-        bias = torch.where(mask, position_bias, -3.3895313892515355e+38)
+        bias = torch.where(mask, position_bias, torch.finfo(torch.bfloat16).min)
         attn = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
         attn = attn.transpose(1, 2).reshape(b, s, 16)
         attn = F.linear(attn, local(self.layer[0].SelfAttention.o.weight))  # row-parallel → Partial
@@ -142,7 +145,7 @@ class T5Block2(nn.Module):
         k = k.reshape(b, s, 2, 8).transpose(1, 2)
         v = F.linear(h, local(self.layer[0].SelfAttention.v.weight))  # column-parallel
         v = v.reshape(b, s, 2, 8).transpose(1, 2)
-        bias = torch.where(mask, position_bias, -3.3895313892515355e+38)
+        bias = torch.where(mask, position_bias, torch.finfo(torch.bfloat16).min)
         attn = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
         attn = attn.transpose(1, 2).reshape(b, s, 16)
         attn = F.linear(attn, local(self.layer[0].SelfAttention.o.weight))  # row-parallel → Partial
@@ -214,10 +217,11 @@ class T5Block3(nn.Module):
         positions = torch.arange(s, dtype=torch.int64, device=x.device).unsqueeze(0)
         difference = positions - torch.arange(s, dtype=torch.int64, device=x.device).unsqueeze(1)
         distance = -difference.min(torch.zeros_like(difference))
-        product = (distance.to(torch.float32) / 16).log() / 2.0794415416798357 * 16
-        product = product.to(torch.int64)
-        product = product + 16
-        indices = torch.where(distance < 16, distance, product.min(torch.full_like(product, 31)))
+        distance_2 = (distance.to(torch.float32) / 16).log() / 2.0794415416798357 * 16
+        distance_2 = distance_2.to(torch.int64)
+        distance_2 = distance_2 + 16
+        distance_2 = distance_2.min(torch.full_like(distance_2, 31))
+        indices = torch.where(distance < 16, distance, distance_2)
         position_bias = F.embedding(
             indices, local(self.layer[0].SelfAttention.relative_attention_bias.weight)
         )
@@ -225,7 +229,7 @@ class T5Block3(nn.Module):
         positions = torch.arange(s, device=x.device).unsqueeze(1)
         mask = positions >= torch.arange(s, device=x.device).unsqueeze(0)
         mask = mask.reshape(1, 1, s, s)
-        bias = torch.where(mask, position_bias, -3.3895313892515355e+38)
+        bias = torch.where(mask, position_bias, torch.finfo(torch.bfloat16).min)
         attn = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
         attn = attn.transpose(1, 2).reshape(b, s, 16)
         attn = F.linear(attn, local(self.layer[0].SelfAttention.o.weight))  # row-parallel → Partial
@@ -246,7 +250,7 @@ class T5Block3(nn.Module):
         v = v.reshape(b, s, 2, 8).transpose(1, 2)
         zeros = torch.zeros((1, 4, s, s), dtype=torch.bfloat16, device=x.device)
         zeros_2 = split(zeros, dim=1, axis="tp")  # Replicate → Shard(1)
-        mask = torch.where(mask_2, zeros_2, -3.3895313892515355e+38)
+        mask = torch.where(mask_2, zeros_2, torch.finfo(torch.bfloat16).min)
         attn = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
         attn = attn.transpose(1, 2).reshape(b, s, 16)
         # row-parallel → Partial
@@ -319,7 +323,7 @@ class T5Block4(nn.Module):
         positions = torch.arange(s, device=x.device).unsqueeze(1)
         mask = positions >= torch.arange(s, device=x.device).unsqueeze(0)
         mask = mask.reshape(1, 1, s, s)
-        bias = torch.where(mask, position_bias, -3.3895313892515355e+38)
+        bias = torch.where(mask, position_bias, torch.finfo(torch.bfloat16).min)
         attn = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
         attn = attn.transpose(1, 2).reshape(b, s, 16)
         attn = F.linear(attn, local(self.layer[0].SelfAttention.o.weight))  # row-parallel → Partial
@@ -338,7 +342,7 @@ class T5Block4(nn.Module):
         v = F.linear(encoder_out, local(self.layer[1].EncDecAttention.v.weight))  # column-parallel
         v = v.reshape(b, s, 2, 8).transpose(1, 2)
         zeros = split(zeros, dim=1, axis="tp")  # Replicate → Shard(1)
-        mask = torch.where(mask_2, zeros, -3.3895313892515355e+38)
+        mask = torch.where(mask_2, zeros, torch.finfo(torch.bfloat16).min)
         attn = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
         attn = attn.transpose(1, 2).reshape(b, s, 16)
         # row-parallel → Partial
@@ -385,9 +389,10 @@ class Model(nn.Module):
         if self._last:
             parameter(self, "decoder.final_layer_norm.weight", (32,))
             tie(self, "lm_head.weight", "decoder.embed_tokens.weight", (97, 32), shard=0)
+            self.register_buffer("_count", torch.zeros((), dtype=torch.int64), persistent=False)  # the trainer sets it
 
     def forward(self, *received, input_ids, labels, attention_mask):
-        mask, filled, mask_2 = self._tables(attention_mask, labels)
+        mask, labels_2, mask_2 = self._tables(attention_mask, labels)
         if self._first:
             x = self._prologue(input_ids)
         else:
@@ -397,7 +402,7 @@ class Model(nn.Module):
         for i in self._range(1, 3):
             x = self.encoder.block[i](x, mask, position_bias)
         if self._start <= 3 < self._stop:
-            encoder_out, x = self._between(x, filled)
+            encoder_out, x = self._between(x, labels_2)
         if self._start <= 4 < self._stop:
             position_bias, zeros, x = self.decoder.block[0](x, encoder_out, mask_2)
         for i in self._range(5, 7):
@@ -415,18 +420,18 @@ class Model(nn.Module):
         mask = torch.ones((), dtype=torch.bool, device=attention_mask.device) & mask
         mask = mask & attention_mask.to(torch.bool).reshape(b, 1, 1, s)
         zeros = torch.zeros((b, s), dtype=torch.int64, device=attention_mask.device)[..., :1]
-        joined = torch.cat((zeros, labels[..., :-1]), dim=1)
-        joined = joined[..., 1:]
+        labels = torch.cat((zeros, labels[..., :-1]), dim=1)
+        labels = labels[..., 1:]
         constant = torch.scalar_tensor(0, dtype=torch.int64, device=attention_mask.device)
         constant = constant.expand(b).unsqueeze(1)
-        joined = torch.cat((constant, joined), dim=1)
-        filled = joined.masked_fill(joined == -100, 0)
+        labels = torch.cat((constant, labels), dim=1)
+        labels_2 = labels.masked_fill(labels == -100, 0)
         positions = torch.arange(s, device=attention_mask.device)
         positions = positions.unsqueeze(0).unsqueeze(1).unsqueeze(3)
         mask_2 = positions >= 0
         mask_2 = torch.ones((), dtype=torch.bool, device=attention_mask.device) & mask_2
         mask_2 = mask_2 & attention_mask.to(torch.bool).reshape(b, 1, 1, s)
-        return mask, filled, mask_2
+        return mask, labels_2, mask_2
 
     def _prologue(self, input_ids):
         """What runs before the first layer."""
@@ -434,10 +439,10 @@ class Model(nn.Module):
         x = all_reduce(x, axis="tp")  # Partial → Replicate; backward: nothing
         return x
 
-    def _between(self, x, filled):  # x: Replicate@tp [b, s, 32]
+    def _between(self, x, labels_2):  # x: Replicate@tp [b, s, 32]
         """What comes between encoder.block and decoder.block."""
         encoder_out = local(self.encoder.final_layer_norm.weight) * F.rms_norm(x, (32,), eps=1e-06)
-        x = embedding(filled, local(self.decoder.embed_tokens.weight), size=97, axis="tp")
+        x = embedding(labels_2, local(self.decoder.embed_tokens.weight), size=97, axis="tp")
         x = all_reduce(x, axis="tp")  # Partial → Replicate; backward: nothing
         return encoder_out, x
 

@@ -138,6 +138,7 @@ class Model(nn.Module):
             parameter(self, "vit.layernorm.bias", (32,))
             parameter(self, "classifier.weight", (10, 32), shard=1)
             parameter(self, "classifier.bias", (10,))
+            self.register_buffer("_count", torch.zeros((), dtype=torch.int64), persistent=False)  # the trainer sets it
 
     def forward(self, *received, pixel_values, labels):
         if self._first:

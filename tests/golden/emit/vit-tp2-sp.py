@@ -134,6 +134,7 @@ class Model(nn.Module):
         parameter(self, "vit.layernorm.bias", (32,))
         parameter(self, "classifier.weight", (10, 32), shard=0)
         parameter(self, "classifier.bias", (10,), shard=0)
+        self.register_buffer("_count", torch.zeros((), dtype=torch.int64), persistent=False)  # the trainer sets it
 
     def forward(self, *, pixel_values, labels):
         x = self._prologue(pixel_values)
