@@ -10,7 +10,6 @@ from .code import Code, Statement, Suite, class_of_module, function
 from .emission import Emission
 from .forward import forward, forward_runs, group_methods
 from .layer_runs import Run, layers_text, offset, parent, path_text, runs
-from .names import class_name
 from .parameters import declarations
 from .placements import argument_shapes, placement_table
 from .recomputed import by_regions, is_whole, layer_forward, layer_init, recomputed_text, region_methods, told
@@ -29,7 +28,7 @@ def layer_class(e: Emission, block: Block) -> Suite:
         *by_regions(e.program, block.name),
     ]
     table = placement_table(block.placeholders(Role.PARAMETER), e.arguments(block), e.plan.mesh.tp)
-    return class_of_module(class_name(block.name, e.program), docstring(_summary(e, block), table), methods)
+    return class_of_module(e.classes[block.name], docstring(_summary(e, block), table), methods)
 
 
 def _summary(e: Emission, block: Block) -> str:
@@ -106,7 +105,7 @@ def _new_layers(e: Emission, run: Run) -> Code:
     block = e.program.layer_calls[run.start].block
     less = offset(e.program, run) if e.alone else None
     index = str(run.start) if len(run) == 1 else f"i + {less}" if less else "i"
-    layer = f"{class_name(block, e.program)}({told(e.program, block, index)})"
+    layer = f"{e.classes[block]}({told(e.program, block, index)})"
     line = f"submodule(self, {path_text(e.program, run, 'i')}, {layer})"
     if len(run) > 1:
         return Suite(f"for i in {layers_text(e.program, run)}:", [line])

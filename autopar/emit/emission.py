@@ -12,6 +12,7 @@ from ..ir.graph import B, Block, Program, S, info
 from ..ir.sizes import dims_of
 from ..plan.plan import Plan
 from .idioms import Idioms
+from .names import class_names
 from .roles import Roles
 from .value_names import Names, block_arguments, value_names
 
@@ -33,7 +34,7 @@ class Predicted:
 
 @dataclass
 class Emission:
-    """One emission of model.py. `names`: value that passes between calls → its Python name.
+    """One emission of model.py. names: value that passes between calls → its Python name; classes: layer block → class.
 
     opaque: the file of the modules that are kept whole, whose hash the program has. functions and renamed are those of
     the idioms.
@@ -49,6 +50,7 @@ class Emission:
         idioms = Idioms(self.program)
         self.program, self.functions, self.renamed = idioms.program, idioms.functions, idioms.renamed
         self.names = value_names(self.program)
+        self.classes = class_names(self.program)
 
     @property
     def alone(self) -> bool:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Collection, Container, Iterable
+from collections import Counter
+from collections.abc import Collection, Container, Iterable, Sequence
 
 from torch import nn
 
 from ..errors import PlanError
 from ..ir.graph import Call, Program, Role, info
-from ..ir.identifiers import COUNTS, identifier
+from ..ir.identifiers import COUNTS, identifier, is_plain
 from ..ir.ops import COLLECTIVES
+from .layer_runs import parent
 
 _OF_TORCH = {
     "torch": "import torch",
@@ -65,10 +67,41 @@ def argument_name(name: str) -> str:
     return f"{name}_" if name in _RESERVED else name
 
 
-def class_name(block: str, program: Program) -> str:
-    """The name of the Python class of a layer block."""
+def class_names(program: Program) -> dict[str, str]:
+    """Layer block → the name of its Python class.
+
+    Layers of one class of the model that differ are called by their lists (T5BlockEncoder, T5BlockDecoder) and by their
+    place in it (T5BlockEncoderFirst) where that tells them apart, else they are numbered.
+    """
+    layers = [call for call in program.layer_calls if not program.is_between(call.block)]
+    blocks = {call.block for call in layers}
+    # Of several blocks of one class all but the first have a number at the end.
+    numbered = {call.block: [b for b in blocks if call.block.removeprefix(b).isdigit()] for call in layers}
+    kinds = {block: max(kinds, key=len, default=block) for block, kinds in numbered.items()}
+    names = {
+        block: kind + _place(block, [call for call in layers if kinds[call.block] == kind])
+        for block, kind in kinds.items()
+    }
+    uses = Counter(names.values())
+    unclear = {kinds[block] for block, name in names.items() if uses[name] > 1}
+    names = {block: block if kinds[block] in unclear else name for block, name in names.items()}
     taken = _RESERVED | {"stage"} | set(dir(builtins))  # what Model.__init__ takes, too
-    return block if block not in taken else _unlike(f"{block}Layer", taken, program.blocks)
+    return {block: _unlike(f"{name}Layer", taken, blocks) if name in taken else name for block, name in names.items()}
+
+
+def _place(block: str, layers: Sequence[Call]) -> str:
+    """Where some of the layers of one class of the model are: "EncoderFirst", "Encoder"; "" where nothing tells."""
+    path, *more = {parent(call): 0 for call in layers if call.block == block}
+    if more:
+        return ""
+    others = {word for call in layers if parent(call) != path for word in parent(call).split(".")}
+    words = [
+        word.title().replace("_", "") for word in path.split(".") if others and word not in others and is_plain(word)
+    ]
+    paths = list(dict.fromkeys(call.path for call in layers if call.block == block))
+    of_list = list(dict.fromkeys(call.path for call in layers if parent(call) == path))
+    end = "" if paths == of_list else "First" if paths == of_list[:1] else "Last" if paths == of_list[-1:] else ""
+    return "".join([*words, end])
 
 
 def loop_name(name: str, program: Program) -> str:

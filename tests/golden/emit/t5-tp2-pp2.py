@@ -37,7 +37,7 @@ TIED = (  # (alias, original)
 )
 
 
-class T5Block(nn.Module):
+class T5BlockEncoderFirst(nn.Module):
     """encoder.block.0 · tp=2 (megatron).
 
     layer.0.layer_norm.weight                             [32]        Replicate
@@ -109,7 +109,7 @@ class T5Block(nn.Module):
         return x + mlp
 
 
-class T5Block2(nn.Module):
+class T5BlockEncoder(nn.Module):
     """2 layers: encoder.block.1 … encoder.block.2 · tp=2 (megatron).
 
     layer.0.layer_norm.weight         [32]          Replicate
@@ -160,7 +160,7 @@ class T5Block2(nn.Module):
         return x + mlp
 
 
-class T5Block3(nn.Module):
+class T5BlockDecoderFirst(nn.Module):
     """decoder.block.0 · tp=2 (megatron).
 
     layer.0.layer_norm.weight                             [32]        Replicate
@@ -268,7 +268,7 @@ class T5Block3(nn.Module):
         return x + mlp
 
 
-class T5Block4(nn.Module):
+class T5BlockDecoder(nn.Module):
     """2 layers: decoder.block.1 … decoder.block.2 · tp=2 (megatron).
 
     layer.0.layer_norm.weight         [32]          Replicate
@@ -376,16 +376,16 @@ class Model(nn.Module):
         if self._first:
             parameter(self, "encoder.embed_tokens.weight", (97, 32), shard=0)
         if self._start <= 0 < self._stop:
-            submodule(self, "encoder.block.0", T5Block())
+            submodule(self, "encoder.block.0", T5BlockEncoderFirst())
         for i in self._range(1, 3):
-            submodule(self, f"encoder.block.{i}", T5Block2())
+            submodule(self, f"encoder.block.{i}", T5BlockEncoder())
         if self._start <= 3 < self._stop:
             parameter(self, "encoder.final_layer_norm.weight", (32,))
             tie(self, "decoder.embed_tokens.weight", "encoder.embed_tokens.weight", (97, 32), shard=0)
         if self._start <= 4 < self._stop:
-            submodule(self, "decoder.block.0", T5Block3())
+            submodule(self, "decoder.block.0", T5BlockDecoderFirst())
         for i in self._range(5, 7):
-            submodule(self, f"decoder.block.{i - 4}", T5Block4())
+            submodule(self, f"decoder.block.{i - 4}", T5BlockDecoder())
         if self._last:
             parameter(self, "decoder.final_layer_norm.weight", (32,))
             tie(self, "lm_head.weight", "decoder.embed_tokens.weight", (97, 32), shard=0)

@@ -37,7 +37,7 @@ TIED = (  # (alias, original)
 )
 
 
-class T5Block(nn.Module):
+class T5BlockEncoderFirst(nn.Module):
     """encoder.block.0 · tp=2 (megatron-sp).
 
     layer.0.layer_norm.weight                             [32]        Replicate                gradient summed over tp
@@ -114,7 +114,7 @@ class T5Block(nn.Module):
         return x + mlp
 
 
-class T5Block2(nn.Module):
+class T5BlockEncoder(nn.Module):
     """2 layers: encoder.block.1 … encoder.block.2 · tp=2 (megatron-sp).
 
     layer.0.layer_norm.weight         [32]          Replicate                gradient summed over tp
@@ -165,7 +165,7 @@ class T5Block2(nn.Module):
         return x + mlp
 
 
-class T5Block3(nn.Module):
+class T5BlockDecoderFirst(nn.Module):
     """decoder.block.0 · tp=2 (megatron-sp).
 
     layer.0.layer_norm.weight                             [32]        Replicate                gradient summed over tp
@@ -279,7 +279,7 @@ class T5Block3(nn.Module):
         return x + mlp
 
 
-class T5Block4(nn.Module):
+class T5BlockDecoder(nn.Module):
     """2 layers: decoder.block.1 … decoder.block.2 · tp=2 (megatron-sp).
 
     layer.0.layer_norm.weight         [32]          Replicate                gradient summed over tp
@@ -384,14 +384,14 @@ class Model(nn.Module):
     def __init__(self, stage=0):
         super().__init__()
         parameter(self, "encoder.embed_tokens.weight", (97, 32), shard=0)
-        submodule(self, "encoder.block.0", T5Block())
+        submodule(self, "encoder.block.0", T5BlockEncoderFirst())
         for i in range(1, 3):
-            submodule(self, f"encoder.block.{i}", T5Block2())
+            submodule(self, f"encoder.block.{i}", T5BlockEncoder())
         parameter(self, "encoder.final_layer_norm.weight", (32,))
         tie(self, "decoder.embed_tokens.weight", "encoder.embed_tokens.weight", (97, 32), shard=0)
-        submodule(self, "decoder.block.0", T5Block3())
+        submodule(self, "decoder.block.0", T5BlockDecoderFirst())
         for i in range(1, 3):
-            submodule(self, f"decoder.block.{i}", T5Block4())
+            submodule(self, f"decoder.block.{i}", T5BlockDecoder())
         parameter(self, "decoder.final_layer_norm.weight", (32,))
         tie(self, "lm_head.weight", "decoder.embed_tokens.weight", (97, 32), shard=0)
         self.register_buffer("_count", torch.zeros((), dtype=torch.int64), persistent=False)  # the trainer sets it
