@@ -14,8 +14,8 @@ from .cost_models.step_time import estimate_price
 from .errors import InfeasibleError, PlanError
 from .ir.graph import Program
 from .plan.options import CONTEXT_LAYOUTS, nearest
-from .plan.plan import Plan
-from .search.layouts import LAYOUTS
+from .plan.plan import Plan, Solution
+from .search.layouts import LAYOUTS, replicated
 from .search.search import Candidate
 from .search.sizes import gib
 
@@ -31,7 +31,13 @@ def with_given(result: Parallelized, plan: Plan) -> Parallelized:
         plan = plan.changed(context=result.plan.context)
     _check_names(result.program, plan)
     compile_program(result.program, plan)
-    return _priced(result, plan)
+    plan = plan.changed(context=_whole(plan.context, result.program))
+    return _priced(result, plan.changed(solution=_whole(plan.solution, cut_sequence(result.program, plan))))
+
+
+def _whole(solution: Solution, program: Program) -> Solution:
+    """The solution with the blocks that a file leaves out."""
+    return replace(solution, strategies={**replicated(program).strategies, **solution.strategies})
 
 
 def _check_names(program: Program, plan: Plan) -> None:

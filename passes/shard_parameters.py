@@ -30,12 +30,11 @@ class ShardParameters:
         program = program.copy_blocks()
         solution = plan.context if self.axis == "cp" else plan.solution
         for block in program.blocks.values():
-            chosen = solution.strategies.get(block.name, {})
-            replicated = plan.mesh.size(self.axis) == 1 or not program.count(block.name)
+            chosen = solution.strategies.get(block.name)
+            if plan.mesh.size(self.axis) == 1 or not program.count(block.name) or chosen is None:
+                chosen = {n.name: Strategy((REPLICATE,) * len(node_inputs(n)), REPLICATE) for n in block.nodes}
             for node in block.nodes:
                 strategy = chosen.get(node.name)
-                if replicated:
-                    strategy = Strategy((REPLICATE,) * len(node_inputs(node)), REPLICATE)
                 if strategy is None:
                     raise PlanError(
                         f"the plan has no placement for {block.name}.{node.name}: it was made for another model or "

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from ..errors import PlanError
-from ..placement import Strategy
+from ..placement import REPLICATE, Strategy
 from ..runtime.choices import AXES, Batch, Compute, Mesh, Pipeline, Sharding
 from .form import check_form, from_plain, to_plain
 from .options import CHOICES, VALUES, check, check_choices
@@ -20,17 +21,35 @@ from .schedules import why_not, why_not_split
 MASTERS = {"bf16": "fp32", "fp16": "fp32", "fp32": "fp32", "fp64": "fp64"}  # precision → of weights and states
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Solution:
     """One answer of the intra-op search on one axis, tp or cp, of `ranks` ranks.
 
     `strategies[block][node]` is the strategy of each node of each block (prologue, layer classes,
     epilogue). A parameter or an input is a node without inputs: its output is its stored placement.
+    In a block that is left out every node is replicated.
     """
 
     ranks: int
     strategies: Mapping[str, Mapping[str, Strategy]]
     name: str = ""  # recognised layout, such as "megatron" or "ring"
+
+    @cached_property
+    def sharded(self) -> Mapping[str, Mapping[str, Strategy]]:
+        """The blocks with a node that is not replicated."""
+
+        def is_sharded(strategy: Strategy) -> bool:
+            return any(placement != REPLICATE for placement in (*strategy.inputs, strategy.output))
+
+        return {block: nodes for block, nodes in self.strategies.items() if any(map(is_sharded, nodes.values()))}
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Solution):
+            return NotImplemented
+        return (self.ranks, self.name, self.sharded) == (other.ranks, other.name, other.sharded)
+
+    def __hash__(self) -> int:
+        return hash((self.ranks, self.name))
 
 
 @dataclass(frozen=True)
@@ -230,9 +249,9 @@ def nearest_lengths(sequence: int, multiple: int) -> str:
 
 
 def _placements(solution: Solution) -> dict[str, dict[str, str]]:
-    return {
-        block: {node: str(strategy) for node, strategy in nodes.items()} for block, nodes in solution.strategies.items()
-    }
+    """Block → node → strategy; over several ranks all blocks where none is sharded, for none given are solved for."""
+    shown = solution.sharded if solution.sharded or solution.ranks == 1 else solution.strategies
+    return {block: {node: str(strategy) for node, strategy in nodes.items()} for block, nodes in shown.items()}
 
 
 def _read_solution(ranks: int, placements: Mapping[str, Mapping[str, str]], name: str) -> Solution:
