@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from ..ir.custom import EXPERTS
 from ..ir.graph import Block, Role, info, node_inputs
 from .body import Body
 from .code import Statement, Suite, function, length, returning
@@ -70,6 +71,8 @@ def _ends(place: int, ops: Sequence[fx.Node], block: Block, roles: Roles) -> boo
 
 def _name(part: Sequence[fx.Node], roles: Roles, taken: Container[str]) -> str:
     modules = [info(n).module for n in part if n.target in HEAVY]
+    if any(n.target is EXPERTS for n in part):
+        return value_name("_experts", taken)
     if any(n.target in ATTENTIONS or n.target in SOFTMAX for n in part) or any(map(ATTENTION.search, modules)):
         base = "_cross_attention" if _reads_another(part, roles) else "_attention"
     elif any(map(MLP.search, modules)) or sum(n.target in PROJECTIONS for n in part) > 1 and _activates(part):

@@ -6,10 +6,11 @@ import ast
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import Any
 
 import torch
 
-from autopar.compile.compiler import compile_program, prepare
+from autopar.compile.compiler import compile_program, cut_sequence, prepare, with_heads
 from autopar.cost_models.hardware import gpu
 from autopar.emit.emission import Predicted
 from autopar.emit.source import model_source
@@ -19,7 +20,7 @@ from autopar.plan.recompute import Again
 from autopar.rules import Axis
 from autopar.runtime.choices import Mesh
 from autopar.search.intra_op import solve
-from autopar.search.layouts import MEGATRON, MEGATRON_SP, Layout, replicated
+from autopar.search.layouts import MEGATRON, MEGATRON_SP, RING, Layout, context_axis, replicated
 from autopar.search.op_costs import TimeCosts
 from autopar.trace.huggingface import default_inputs
 from tests import models, zoo
@@ -56,36 +57,49 @@ def emitted(
     layers: int = 4,
     recompute: tuple[Again, ...] = (),
     dropout: float = 0.0,
+    dp: int = 1,
+    cp: int = 1,
+    zero: int = 0,
 ) -> Emitted:
-    """The GPT of examples/gpt.py or HF's Llama, of width 64, or a family of tests/zoo.py; in bf16."""
-    if model == "gpt":
-        _, program = models.gpt(torch.bfloat16, meta=True, n_layer=layers, dropout=dropout)
-    else:
-        program = _llama(layers) if model == "llama" else _family(model)
+    """The GPT of examples/gpt.py, HF's Llama or Mistral, of width 64, or a family of tests/zoo.py; in bf16."""
+    program = _program(model, layers, dropout)
     layers = len(program.layer_calls)
     plan = Plan.of(
-        mesh=Mesh(pp=pp, tp=tp),
-        global_batch=8,
+        mesh=Mesh(pp=pp, dp=dp, cp=cp, tp=tp),
+        global_batch=8 * dp,
         micro_batch=4,
         sequence=SEQUENCE,
         stages=tuple((i * layers // pp, (i + 1) * layers // pp) for i in range(pp)),
         schedule="1f1b" if pp > 1 else "none",
+        zero=zero,
         recompute=recompute,
-        solution=_solution(program, tp, LAYOUTS[layout]),
     )
+    plan = plan.changed(context=_context(program, plan))
+    plan = plan.changed(solution=_solution(cut_sequence(program, plan), tp, LAYOUTS[layout]))
     return Emitted(compile_program(program, plan), plan)
 
 
-def _llama(layers: int) -> Program:
-    """As the compiler prepares it: a deep model takes no longer than a shallow one."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+@cache
+def _program(model: str, layers: int, dropout: float) -> Program:
+    """As the compiler prepares it."""
+    if model == "gpt":
+        return models.gpt(torch.bfloat16, meta=True, n_layer=layers, dropout=dropout)[1]
+    return _hugging_face(model, layers) if model in ("llama", "mistral") else _family(model)
 
-    config = LlamaConfig(
+
+def _hugging_face(name: str, layers: int) -> Program:
+    """A deep model takes no longer than a shallow one; each layer of Mistral is in a window of 8 keys."""
+    from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+    sizes: dict[str, Any] = dict(
         hidden_size=64, intermediate_size=160, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=models.VOCABULARY, max_position_embeddings=128,
     )  # fmt: skip
     with torch.device("meta"):
-        model = LlamaForCausalLM(config)
+        if name == "mistral":
+            model: Any = MistralForCausalLM(MistralConfig(**sizes, sliding_window=8))
+        else:
+            model = LlamaForCausalLM(LlamaConfig(**sizes))
     return prepare(model, default_inputs(model, 2, SEQUENCE), "bf16")
 
 
@@ -95,6 +109,16 @@ def _family(name: str) -> Program:
         model = family.build()
     inputs = family.inputs(2, torch.Generator().manual_seed(0))
     return prepare(model, {**inputs, **family.arguments}, "bf16")
+
+
+def _context(program: Program, plan: Plan) -> Solution:
+    """The placements over cp by ring attention, of lengths at which the sequence is cut."""
+    cp = plan.mesh.cp
+    if cp == 1:
+        return Solution(1, {})
+    values = {B: plan.batch.micro_batch, S: plan.batch.sequence}
+    costs = TimeCosts(gpu("h100-sxm-80gb"), "bf16", cp, {B: 1, S: 8192}, axis="cp")
+    return solve(with_heads(program, plan), context_axis(program, cp, values, RING.name, plan.mesh.tp), costs, RING)
 
 
 def _solution(program: Program, tp: int, layout: Layout) -> Solution:

@@ -60,6 +60,19 @@ def test_golden_with_recompute(name: str, golden: Callable[[str, str], None]) ->
     golden(f"emit/{model}-recompute-{name}.py", emitted(model, recompute=recompute, **options).source)  # type: ignore[arg-type]
 
 
+OTHERS = {
+    "mixtral-tp2": ("mixtral", {"tp": 2}),
+    "mistral-cp2": ("mistral", {"cp": 2}),
+    "gpt-pp2-zero3": ("gpt", {"pp": 2, "dp": 2, "zero": 3}),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_golden_of_experts_windows_and_sharded_stages(name: str, golden: Callable[[str, str], None]) -> None:
+    model, options = OTHERS[name]
+    golden(f"emit/{name}.py", emitted(model, **options).source)
+
+
 # --------------------------------------------------------------------------------
 # Every op of a layer is in its source
 
