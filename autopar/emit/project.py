@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import json
 import pickle
@@ -11,6 +12,7 @@ from collections.abc import Collection, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,7 @@ from ..runtime.opaque import FILE, Applied, OpaqueModule
 from ..trace.initialise import Weights
 
 KEPT = ".original"  # the folder, inside a saved program, with its files as they were written
+KEPT_RUNTIME = "runtime.zip"  # in that folder, the runtime: Python can import from it
 # Text that a saved program consists of, and that people edit.
 WRITTEN = ("model.py", "train.py", "plan.yaml", "README.md", "launch.sh", "job.sbatch", "init.json")
 _IMPORTABLE = "define it at the top of a module that the program can import"
@@ -94,8 +97,9 @@ def save_project(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "model.py").write_text(source)
     package = resources.files("autopar")
-    (folder / "train.py").write_text((package / "emit" / "templates" / "train.py").read_text())
-    _copy_runtime(folder / "runtime")
+    train = (package / "emit" / "templates" / "train.py").read_text()
+    (folder / "train.py").write_text(train)
+    _copy_runtime(folder / "runtime", reached_modules(source, train))
     plan.save(folder / "plan.yaml")
     _save_weights(folder, weights)
     save_opaque(folder, opaque)
@@ -115,11 +119,38 @@ def save_project(
     (folder / "job.sbatch").write_text(_SBATCH.format(**sizes))
 
 
-def _copy_runtime(target: Path) -> None:
+def _copy_runtime(target: Path, modules: Collection[str]) -> None:
+    """Make a folder of these modules alone: what an earlier program has left in it goes."""
     if target.exists():
         shutil.rmtree(target)
-    with resources.as_file(resources.files("autopar") / "runtime") as source:
-        shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+    target.mkdir()
+    for name in ("__init__", *modules):
+        (target / f"{name}.py").write_text(_runtime_source(name))
+
+
+def reached_modules(*texts: str) -> list[str]:
+    """The modules of the runtime that Python files import, given as text, directly or through each other."""
+    reached: set[str] = set()
+    unread = list(texts)
+    while unread:
+        new = _imported_modules(unread.pop()) - reached
+        reached |= new
+        unread += map(_runtime_source, new)
+    return sorted(reached)
+
+
+def _imported_modules(text: str) -> set[str]:
+    """Modules of the runtime by name: `runtime.mesh` as a program imports it, `.mesh` as the runtime itself does."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and (node.level or f"{node.module}.".startswith("runtime.")):
+            module = (node.module or "").removeprefix("runtime").lstrip(".")
+            names |= {module} if module else {alias.name for alias in node.names}
+    return names
+
+
+def _runtime_source(name: str) -> str:
+    return (resources.files("autopar") / "runtime" / f"{name}.py").read_text()
 
 
 def _save_weights(folder: Path, weights: Weights) -> None:
@@ -198,9 +229,21 @@ def edited_files(folder: Path) -> list[str]:
     """Files that writing a program to `folder` would change or remove, and that are not as autopar wrote them."""
     runtime = [path.relative_to(folder).as_posix() for path in sorted(folder.glob("runtime/**/*")) if path.is_file()]
     names = [*WRITTEN, *(name for name in runtime if "__pycache__" not in name)]
-    return [name for name in names if (folder / name).exists() and not _as_written(folder, name)]
+    try:
+        written = files_as_written(folder)
+    except PlanError:
+        written = {}
+    return [name for name in names if (path := folder / name).exists() and path.read_bytes() != written.get(name)]
 
 
-def _as_written(folder: Path, name: str) -> bool:
-    kept = folder / KEPT / name
-    return kept.is_file() and kept.read_bytes() == (folder / name).read_bytes()
+def files_as_written(folder: Path) -> dict[str, bytes]:
+    """The files of a saved program as autopar wrote them, by name. PlanError where they are damaged."""
+    kept = folder / KEPT
+    try:
+        files = {path.relative_to(kept).as_posix(): path.read_bytes() for path in kept.rglob("*") if path.is_file()}
+        if (archive := files.pop(KEPT_RUNTIME, None)) is not None:
+            with ZipFile(io.BytesIO(archive)) as runtime:
+                files |= {name: runtime.read(name) for name in runtime.namelist() if not name.endswith("/")}
+    except Exception as error:  # a damaged archive raises errors of zipfile, zlib, struct and others
+        raise PlanError(f"{kept} is damaged ({error}): save the program again") from error
+    return files

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 import difflib
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tabulate import tabulate
 
-from ..emit.project import KEPT
+from ..emit.project import KEPT, files_as_written
 from ..errors import PlanError
 
 
@@ -40,26 +41,32 @@ class Edits:
 
 def find_edits(folder: Path) -> Edits:
     """The sources of a saved program against those that were written, kept in `KEPT`."""
-    names = {p.relative_to(root).as_posix() for root in (folder / KEPT, folder) for p in _sources(root)}
+    written = {name: text for name, text in files_as_written(folder).items() if name.endswith(".py")}
+    current = _sources(folder)
     places: list[Edit] = []
     diffs: list[str] = []
-    for name in sorted(names, key=lambda name: (name.count("/"), name)):
-        before, after = (_lines(root / name) for root in (folder / KEPT, folder))
+    for name in sorted(written.keys() | current.keys(), key=lambda name: (name.count("/"), name)):
+        before = _lines(written.get(name, b""), folder / KEPT / name)
+        after = _lines(current.get(name, b""), folder / name)
         if before != after:
             places += _places(name, before, after)
             diffs += difflib.unified_diff(before, after, f"{name} (as written)", f"{name} (edited)", n=2)
     return Edits(tuple(places), "".join(diffs).rstrip())
 
 
-def _sources(root: Path) -> list[Path]:
-    """What trains: the scripts and the runtime."""
-    return [*root.glob("*.py"), *root.glob("runtime/**/*.py")]
-
-
-def _lines(path: Path) -> list[str]:
+def _sources(folder: Path) -> dict[str, bytes]:
+    """The files of a saved program that train, by name: the scripts and the runtime."""
+    paths = [*folder.glob("*.py"), *folder.glob("runtime/**/*.py")]
     try:
-        return path.read_text().splitlines(keepends=True) if path.exists() else []
-    except (OSError, ValueError) as error:
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+    except OSError as error:
+        raise PlanError(f"{error.filename} is damaged ({error}): save the program again") from error
+
+
+def _lines(content: bytes, path: Path) -> list[str]:
+    try:
+        return io.TextIOWrapper(io.BytesIO(content), "utf-8").readlines()
+    except ValueError as error:
         raise PlanError(f"{path} is damaged ({error}): save the program again") from error
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from ..emit.project import KEPT, WRITTEN
+from ..emit.project import KEPT, KEPT_RUNTIME, WRITTEN
 from ..errors import PlanError
 from ..ir.graph import Program
 from ..plan.plan import Plan
@@ -45,7 +45,7 @@ def keep_original(folder: Path, job: Job, program: Program) -> None:
     for path in (folder / name for name in WRITTEN):
         if path.exists():
             shutil.copy(path, kept)
-    shutil.copytree(folder / "runtime", kept / "runtime", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.make_archive(str(kept / Path(KEPT_RUNTIME).stem), "zip", folder, "runtime")
     model = None if job.factory is None else _importable(job.factory)
     if job.factory is None and _is_plain_huggingface(job.model):
         model = ""  # its config, kept here

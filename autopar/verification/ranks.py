@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..emit.project import KEPT_RUNTIME
 from ..emit.source import load_source
 from ..errors import PlanError
 from ..runtime.opaque import FILE
@@ -119,7 +120,7 @@ def _main(folder: Path) -> None:
     torch.set_num_threads(1)
     job = torch.load(folder / "job.pt", weights_only=True)
     if job["sources"]:
-        sys.path.insert(0, job["sources"])
+        sys.path[:0] = [job["sources"], str(Path(job["sources"]) / KEPT_RUNTIME)]
         program = _load_raised(Path(job["sources"]) / "model.py", job)
     else:
         program = load_source((folder / "model.py").read_text())
