@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 
 class Kind(Enum):
@@ -26,9 +27,12 @@ class Kind(Enum):
 class Placement:
     kind: Kind
     dim: int = 0  # of Shard only
+    runs: Any = 1  # of a Shard on dp: runs of consecutive rows in which a slice lies (rules/rows.py), a sympy number
 
     def __str__(self) -> str:
-        return f"S({self.dim})" if self.kind is Kind.SHARD else self.kind.value
+        if self.kind is not Kind.SHARD:
+            return str(self.kind.value)
+        return f"S({self.dim})" if self.runs == 1 else f"S({self.dim} in {self.runs} runs)"
 
     @property
     def is_shard(self) -> bool:
@@ -89,7 +93,7 @@ CONVERSIONS: dict[tuple[Kind, Kind], Conversion] = {
 
 def conversion(source: Placement, target: Placement) -> Conversion | None:
     """The conversion between two placements; None where they are the same or none exists."""
-    if source == target:
+    if source == target or source.runs != 1 or target.runs != 1:
         return None
     return CONVERSIONS.get((source.kind, target.kind))
 

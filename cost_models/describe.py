@@ -37,16 +37,17 @@ from autopar.ir.graph import (
     info,
     is_count,
     node_inputs,
+    set_strategy,
     typed_strategy,
-    update_info,
 )
 from autopar.ir.heads import find_heads, why_no_head, with_chunks
 from autopar.ir.ops import gathered_attention, ring_attention
 from autopar.liveness.saved import Saved, local_bytes, numel, tensor_bytes
 from autopar.placement import Placement, Strategy
 from autopar.plan.plan import Solution
-from autopar.rules import Axis, Rule, rule_of
-from autopar.rules.data_axis import DataTypes, data_types, is_batch_statistic
+from autopar.rules import Axis, Rule, TensorAxis, rule_of
+from autopar.rules.data_axis import is_batch_statistic
+from autopar.rules.spread import DataTypes, data_types
 
 aten = torch.ops.aten
 _ZERO = sympy.Integer(0)
@@ -94,7 +95,7 @@ def describe(
 
     compiled: the layers run under torch.compile.
     """
-    axis = Axis("tp", solution.ranks, values=dict(values))
+    axis = TensorAxis(solution.ranks, values)
     by_themselves = apart(program)
     costs = {
         name: _layer_costs(
@@ -158,7 +159,7 @@ def _chunked_epilogue(program: Program, solution: Solution, axis: Axis) -> Layer
         return why_no_head(None)
     block = program.blocks[EPILOGUE].copy()
     for node in block.nodes:
-        update_info(node, strategy=solution.strategies[EPILOGUE][node.name])
+        set_strategy(node, solution.strategies[EPILOGUE][node.name])
     if not find_heads(block):
         return why_no_head(block)
     block = with_chunks(block, CHUNKS)

@@ -6,6 +6,7 @@ HEADS are those of CONTEXT that come before the placements on cp are solved.
 from .base import Pass
 from .chunk_loss import ChunkLoss
 from .clean import Clean
+from .cut_batch import CutBatch
 from .cut_sequence import CutSequence
 from .decompose import Decompose
 from .eliminate_dead_code import EliminateDeadCode
@@ -13,7 +14,6 @@ from .fit_literals import FitLiterals
 from .group_heads import GroupHeads
 from .insert_casts import InsertCasts
 from .insert_conversions import InsertConversions
-from .insert_data_conversions import InsertDataConversions
 from .insert_recompute import InsertRecompute
 from .lower_conversions import LowerConversions
 from .normalize_loss import NormalizeLoss
@@ -27,6 +27,7 @@ from .split_complex import SplitComplex
 from .split_parameters import SplitParameters
 from .split_projections import SplitProjections
 from .split_stages import SplitStages
+from .spread_replicas import SpreadReplicas
 
 PREPARE: tuple[Pass, ...] = (
     Clean(),  # first: the patterns below are written for canonical casts and views
@@ -59,7 +60,9 @@ PASSES: tuple[Pass, ...] = (
     ShardParameters(),
     InsertRecompute(),  # after typing, by which regions are found; before conversions: they come to lie outside
     InsertConversions(),  # after typing: it compares placements
-    InsertDataConversions(),  # after those over tp, which are linear and so the same on each part of a batch
+    SpreadReplicas(),  # after conversions over tp, which are linear and so the same on each part of a batch
+    InsertConversions("dp"),
+    CutBatch(),  # after both: of sizes it knows the placements alone
     InsertCasts(),  # after conversions: half-precision values travel, not fp32 ones
     ChunkLoss(),  # after casts: the loss is in fp32, with or without chunks
     LowerConversions(),  # last of those that see placements as such

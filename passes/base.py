@@ -16,6 +16,9 @@ class Pass(Protocol):
     """
 
     name: ClassVar[str]
-    leaves: ClassVar[Level]  # as what it leaves the program: so it is checked
+
+    @property
+    def leaves(self) -> Level:
+        """As what it leaves the program: so it is checked."""
 
     def apply(self, program: Program, plan: Plan | None) -> Program: ...

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import sympy
 import torch
 from torch import fx
 
 from autopar.errors import PlanError
-from autopar.ir.graph import COUNT, NodeInfo, Program, Role, S, Shape, info, node_inputs, set_info, update_info
+from autopar.ir.graph import COUNT, Program, Role, S, info, node_inputs, update_info
 from autopar.ir.ops import gathered_attention, ring_attention
 from autopar.ir.values import drop_unread
 from autopar.placement import Shard
@@ -21,6 +20,8 @@ from autopar.rules.verify import Level
 from autopar.runtime.choices import Batch
 from autopar.runtime.tiles import Layout, hops
 
+from .cut_batch import cut_sizes, scaled
+
 aten = torch.ops.aten
 
 _ATTENTION = aten.scaled_dot_product_attention.default
@@ -30,7 +31,7 @@ _ATTENTION = aten.scaled_dot_product_attention.default
 class CutSequence:
     """Shapes and sizes of one rank of cp, conversions over cp as plain ops, attention that knows of other ranks.
 
-    Requires: a program with its conversions over cp. Ensures: no strategy is left, and tp may be typed.
+    Requires: a program with its conversions over cp. Ensures: shapes are those of a rank, and tp may be typed.
 
         ids [b, s], x [b, s, d]: S(1)           |   ids [b, 2·s], x [b, s, d]
         attention(q, k, v): S(2), S(2), S(2)    |   ring_attention(q, k, v, axis="cp", ranks=2)
@@ -59,10 +60,10 @@ class CutSequence:
                 if node.target is _ATTENTION:
                     _cut_attention(node, plan, zigzag)
             for node in block.nodes:
-                node.args = _longer(node.args, ranks)
-                node.kwargs = _longer(node.kwargs, ranks)
-                set_info(node, _local(info(node), ranks))
-        inputs = {name: replace(t, shape=_scaled(t.shape, ranks)) for name, t in program.inputs.items()}
+                cut_sizes(node, S, "cp", ranks)
+                if info(node).role is Role.CONVERT:  # on tp an op like others
+                    update_info(node, role=Role.OP)
+        inputs = {name: replace(t, shape=scaled(t.shape, S, ranks)) for name, t in program.inputs.items()}
         return drop_unread(replace(program, inputs=inputs, zigzag=zigzag))  # masks, where a window says the same
 
 
@@ -76,38 +77,10 @@ def check_length(batch: Batch, ranks: int, zigzag: bool) -> None:
         )
 
 
-def _local(facts: NodeInfo, ranks: int) -> NodeInfo:
-    shape = _scaled(facts.shape, ranks)
-    if facts.strategy is not None and facts.placement.is_shard:
-        dim = facts.placement.dim
-        shape = (*shape[:dim], shape[dim] / ranks, *shape[dim + 1 :])
-    role = Role.OP if facts.role is Role.CONVERT else facts.role
-    context = facts.placement if facts.strategy is not None else None
-    return replace(facts, shape=shape, role=role, strategy=None, context=context)
-
-
-def _scaled(shape: Shape, ranks: int) -> Shape:
-    """A size of the whole sequence by the length of a part."""
-    return tuple(_length(size, ranks) for size in shape)
-
-
-def _length(size: sympy.Expr, ranks: int) -> sympy.Expr:
-    return size.subs(S, ranks * S)
-
-
-def _longer(argument: Any, ranks: int) -> Any:
-    if isinstance(argument, tuple | list):
-        return type(argument)(_longer(a, ranks) for a in argument)
-    if isinstance(argument, dict):
-        return {key: _longer(value, ranks) for key, value in argument.items()}
-    return _length(argument, ranks) if isinstance(argument, sympy.Expr) else argument
-
-
 def _cut_attention(node: fx.Node, plan: Plan, zigzag: bool) -> None:
     """The function that computes fused attention under the node's strategy."""
-    strategy, ranks = info(node).strategy, plan.mesh.cp
-    assert strategy is not None
-    q, k = strategy.inputs[:2]
+    ranks = plan.mesh.cp
+    q, k = info(node).strategies["cp"].inputs[:2]
     causal, window = is_causal(node), info(node).window
     if window is not None and window >= plan.batch.sequence:  # it has all keys up to the row's own
         window = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -14,14 +14,15 @@ from torch import fx
 from autopar.ir.graph import Block, Program, Role, arguments, info, node_inputs, set_info
 from autopar.ir.ops import convert
 from autopar.ir.share import Share
-from autopar.placement import PARTIAL, REPLICATE, Placement, Shard, Strategy
+from autopar.placement import Placement, Shard, Strategy
 from autopar.plan.plan import Plan
-from autopar.rules.verify import Level
+from autopar.rules import AXES
+from autopar.rules.verify import LEVELS, Level
 
 aten = torch.ops.aten
 
 # Ops with a size argument: its position among the arguments.
-_SIZED: dict[Any, int] = {
+SIZED: dict[Any, int] = {
     aten.reshape.default: 1, aten.expand.default: 1, aten.zeros.default: 0, aten.ones.default: 0,
     aten.full.default: 0, aten.empty.memory_format: 0, aten.new_ones.default: 1, aten.new_zeros.default: 1,
     aten.new_full.default: 1, aten.new_empty.default: 1,
@@ -39,8 +40,9 @@ _GROUPED = {
 class InsertConversions:
     """One `convert` for each (value, wanted placement), shared by its readers; size arguments made local.
 
-    Requires: typed nodes. Ensures: every op reads operands in the placements of its strategy, and every
-    result of a block has the placement that its readers in other blocks expect.
+    Requires: nodes typed on the axis. Ensures: every op reads operands in the placements of its strategy, and every
+    result of a block has the placement that its readers in other blocks expect. On dp size arguments stay: where they
+    are not those of a rank as they are, `cut_batch` makes them so.
 
         y = linear(h, w)                 |   h_rp = convert(h, "R", "Rp", "tp")
                                          |   y = linear(h_rp, w)
@@ -48,20 +50,24 @@ class InsertConversions:
     """
 
     name: ClassVar[str] = "insert_conversions"
-    leaves: ClassVar[Level] = Level.CONVERTED
     axis: str = "tp"
+
+    @property
+    def leaves(self) -> Level:
+        return LEVELS[self.axis][1]
 
     def apply(self, program: Program, plan: Plan | None) -> Program:
         assert plan is not None
         program = program.copy_blocks()
         for block in program.blocks.values():
+            if not program.count(block.name) or plan.mesh.size(self.axis) == 1:
+                continue
             made: dict[tuple[fx.Node, Placement], fx.Node] = {}
             for node in block.ops:
-                strategy = info(node).strategy
-                assert strategy is not None
+                strategy = info(node).strategies[self.axis]
                 map_operands(node, strategy.inputs, partial(self._as, made=made))
-                if node.target in _SIZED:
-                    _localise(node, plan.mesh.size(self.axis))
+                if node.target in SIZED and self.axis != "dp":
+                    localise(node, self.axis, plan.mesh.size(self.axis))
                 if node.target in _GROUPED and strategy.output == strategy.inputs[0] == Shard(1):
                     _share_groups(node, _GROUPED[node.target], plan.mesh.size(self.axis))
             self._convert_results(program, block, made)
@@ -81,17 +87,21 @@ class InsertConversions:
         reader: fx.Node,
         made: dict[tuple[fx.Node, Placement], fx.Node],
     ) -> fx.Node:
-        facts = info(value)
-        if facts.placement == wanted:
+        facts, lies = info(value), _placement(value, self.axis)
+        if lies == wanted:
             return value
         if (value, wanted) not in made:
-            graph = value.graph
-            with graph.inserting_before(reader):
-                new = graph.call_function(convert, (value, str(facts.placement), str(wanted), self.axis))
-            made[value, wanted] = set_info(
-                new, replace(facts, role=Role.CONVERT, ref="", strategy=Strategy((facts.placement,), wanted))
-            )
+            with value.graph.inserting_before(reader):
+                new = value.graph.call_function(convert, (value, str(lies), str(wanted), self.axis))
+            facts = facts.made(role=Role.CONVERT).typed(Strategy((lies,), wanted), self.axis)
+            made[value, wanted] = set_info(new, facts)
         return made[value, wanted]
+
+
+def _placement(node: fx.Node, axis: str) -> Placement:
+    placement = info(node).placement_on(axis)
+    assert placement is not None, f"{node.name} has not been typed on {axis}"
+    return placement
 
 
 def map_operands(
@@ -119,27 +129,25 @@ def _map_nodes(argument: Any, read: Callable[[fx.Node], fx.Node]) -> Any:
 
 
 def _expected(program: Program, block: Block, place: int, axis: str) -> Placement:
-    """The placement in which readers of a block's result take it; the loss is whole, but a summand on cp."""
-    if not program.count(block.name):
-        return REPLICATE
+    """The placement in which readers of a block's result take it; the loss as the axis has it."""
     if not program.call_of(block.name).outputs:
-        return PARTIAL if axis == "cp" else REPLICATE
+        return AXES[axis].loss
     value = program.call_of(block.name).outputs[place]
     for call in program.calls:
         if value in call.inputs:
             reader = program.blocks[call.block]
             index = str(call.inputs.index(value))
-            return next(info(n).placement for n in reader.placeholders(Role.VALUE) if info(n).ref == index)
-    return info(block.results[place]).placement
+            return next(_placement(n, axis) for n in reader.placeholders(Role.VALUE) if info(n).ref == index)
+    return _placement(block.results[place], axis)
 
 
-def _localise(node: fx.Node, ranks: int) -> None:
-    """The size argument of an op whose result is sharded: that dim divided, or −1 where shards differ in size."""
-    facts, position = info(node), _SIZED[node.target]
-    if not facts.placement.is_shard or not node_inputs(node) and position:
+def localise(node: fx.Node, axis: str, ranks: int) -> None:
+    """Divide the size argument of an op whose result is sharded along that dim; −1 where shards differ in size."""
+    facts, position, placement = info(node), SIZED[node.target], _placement(node, axis)
+    if not placement.is_shard or not node_inputs(node) and position:
         return
     shape: list[Any] = list(facts.shape)
-    dim = facts.placement.dim
+    dim = placement.dim
     size = shape[dim]
     even = size.free_symbols or int(size) % ranks == 0
     shape[dim] = size / ranks if even else sympy.Integer(-1)

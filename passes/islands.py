@@ -9,7 +9,6 @@ from torch import fx
 
 from autopar.ir.build import call
 from autopar.ir.graph import Role, info, node_inputs, update_info
-from autopar.placement import Strategy
 from autopar.rules import pointwise, reductions, views
 from autopar.rules.arguments import option
 
@@ -80,8 +79,7 @@ class Islands:
         if (value, dtype) not in self._casts:
             with reader.graph.inserting_before(reader):
                 cast = call(reader.graph, aten.to.dtype, (value, dtype), info(value))
-            strategy = info(value).strategy and Strategy((info(value).placement,), info(value).placement)
-            update_info(cast, dtype=dtype, island=name, strategy=strategy)
+            update_info(cast, dtype=dtype, island=name)
             self._casts[value, dtype] = cast
         return self._casts[value, dtype]
 

@@ -39,7 +39,7 @@ class NormalizeLoss:
     Requires: a clean program whose output is the loss. Ensures: no mean runs over the batch; what is summed over
     the batch and depends on inputs only (how many targets there are, the sum of a mask) is a buffer, `_count`,
     `_count_2`, …, of which block "count" computes this rank's share; so is a multiple of the batch size. A mean that
-    cannot be written so is left: `check_data_axis` says what that means for plans.
+    cannot be written so is left: `rules/spread.py` says what that means for plans.
 
         loss = cross_entropy(logits, t)   |   loss = div(cross_entropy(logits, t, reduction=sum), _count)
         loss = mean(x)                    |   loss = div(sum(x), _count)

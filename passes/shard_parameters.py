@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from autopar.errors import PlanError
-from autopar.ir.graph import Program, node_inputs, update_info
+from autopar.ir.graph import Program, node_inputs, set_strategy
 from autopar.placement import REPLICATE, Strategy
 from autopar.plan.plan import Plan
 from autopar.rules.verify import Level
@@ -40,5 +40,5 @@ class ShardParameters:
                         f"the plan has no placement for {block.name}.{node.name}: it was made for another model or "
                         "version; plan again"
                     )
-                update_info(node, strategy=strategy)
+                set_strategy(node, strategy, self.axis)
         return program

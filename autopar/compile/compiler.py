@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -20,12 +20,12 @@ from ..ir.text import program_text
 from ..passes import CONTEXT, HEADS, PASSES, PREPARE, Pass
 from ..plan.deadlock import deadlock, posts
 from ..plan.plan import Plan, Solution
-from ..rules import Axis
-from ..rules.data_axis import data_types
+from ..rules import Axis, DataAxis, TensorAxis
+from ..rules.attention import context_axis
 from ..rules.padding import paddings_of
+from ..rules.spread import data_types
 from ..rules.verify import verify
 from ..runtime.choices import Batch, Mesh
-from ..search.layouts import context_axis
 from ..trace.export import trace
 from ..trace.huggingface import traceable
 from ..trace.layers import class_names, split_layers
@@ -69,7 +69,9 @@ def compile_program(program: Program, plan: Plan, dump: Path | None = None) -> P
         program = replace(program, padding=paddings_of(program))
     program = cut_sequence(program, plan, dump)
     values = {B: plan.batch.micro_batch, S: plan.batch.sequence // plan.mesh.cp}
-    program = run(PASSES, program, plan, Axis("tp", plan.mesh.tp, sequence=True, values=values), dump)
+    axes: list[Axis] = [TensorAxis(plan.mesh.tp, values, sequence=True)]
+    axes += [DataAxis(plan.mesh.dp)] if plan.mesh.dp > 1 else []
+    program = run(PASSES, program, plan, axes, dump)
     _check_units(program, plan)
     _check_transfers(program, plan)
     return program
@@ -93,20 +95,20 @@ def cut_sequence(program: Program, plan: Plan, dump: Path | None = None) -> Prog
         return program
     values = {B: plan.batch.micro_batch, S: plan.batch.sequence}
     axis = context_axis(program, plan.mesh.cp, values, plan.context.name, plan.mesh.tp)
-    return run(CONTEXT, program, plan, axis, dump)
+    return run(CONTEXT, program, plan, [axis], dump)
 
 
 def run(
     passes: Iterable[Pass],
     program: Program,
     plan: Plan | None = None,
-    axis: Axis | None = None,
+    axes: Sequence[Axis] = (),
     dump: Path | None = None,
 ) -> Program:
     """Each pass in turn, and the checks of what it leaves; with the folder `dump` each result is written there."""
     for step in passes:
         before, program = program, step.apply(program, plan)
-        verify(program, step.leaves, axis, 1 if plan is None else plan.mesh.dp)
+        verify(program, step.leaves, axes)
         if dump is not None:
             _dump(dump, step, before, program)
     return program

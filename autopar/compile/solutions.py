@@ -16,10 +16,11 @@ from ..passes.cut_sequence import check_length
 from ..plan.plan import Plan, Solution
 from ..progress import progress
 from ..request import Job
-from ..rules import Axis, rule_of
+from ..rules import TensorAxis, rule_of
 from ..rules.arguments import option
+from ..rules.attention import context_axis
 from ..search.intra_op import solve
-from ..search.layouts import CONTEXT_LAYOUTS, FREE, ULYSSES, Layout, context_axis, replicated
+from ..search.layouts import CONTEXT_LAYOUTS, FREE, ULYSSES, Layout, replicated
 from ..search.op_costs import TimeCosts
 from ..search.pins import Pins
 from .compiler import cut_sequence, sequence_only, with_heads
@@ -133,7 +134,7 @@ class _Solver:
             key = (layout.name, tp, context, (self.job.batch.sequence // cp) % tp, _names(program))
             try:
                 if key not in self._solved:
-                    axis = Axis("tp", tp, sequence=layout.sequence, values=values)
+                    axis = TensorAxis(tp, values, layout.sequence)
                     self._solved[key] = solve(program, axis, costs, layout)
             except InfeasibleError as error:
                 self.unsolved[f"tp={tp}"] = str(error)

@@ -67,7 +67,7 @@ class Idioms:
         with block.graph.inserting_before(node):
             call = block.graph.call_function(rotate, (found.x, found.cos, found.sin), {"function": self._name(found)})
         placements = tuple(info(operand).placement for operand in (found.x, found.cos, found.sin))
-        set_info(call, replace(info(node), strategy=Strategy(placements, info(node).placement)))
+        set_info(call, info(node).typed(Strategy(placements, info(node).placement)))
         self.renamed[call.name] = node.name
         node.replace_all_uses_with(call)
         _erase(block.graph, node)

@@ -99,8 +99,8 @@ class Op:
     def shards(self) -> list[str]:
         """The argument by which `runtime.random` gives each shard of the result its own randomness."""
         facts = info(self.node)
-        placements = (("cp", facts.context), ("tp", facts.placement))
-        axes = [axis for axis, placement in placements if placement is not None and placement.is_shard]
+        placements = {axis: facts.placement_on(axis) for axis in ("cp", "tp")}
+        axes = [axis for axis, placement in placements.items() if placement is not None and placement.is_shard]
         return [f"shards={tuple_text(axes)}"] if axes else []
 
     def splits(self, position: int, dim: int) -> bool:

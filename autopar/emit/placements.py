@@ -33,8 +33,8 @@ _BACKWARD = {
 def comment_of(node: fx.Node, head: fx.Node, tp: int) -> str:
     """The comment of a line, whose inner op is `head`: a change of placement, or nothing."""
     facts = info(node)
-    if is_collective(node.target) and node.kwargs["axis"] == "cp":
-        return _over_cp(node)
+    if is_collective(node.target) and node.kwargs["axis"] != "tp":
+        return _over(node, str(node.kwargs["axis"]))
     if tp == 1 or facts.strategy is None:
         return ""
     if is_collective(node.target):
@@ -60,12 +60,12 @@ def parallel(node: fx.Node) -> str:
     return "column-parallel" if placement.dim == output else "row-parallel"
 
 
-def _over_cp(node: fx.Node) -> str:
+def _over(node: fx.Node, axis: str) -> str:
     name, dims = op_name(node), iter(node.args[1:])
     kinds = next(kinds for kinds, conversion in CONVERSIONS.items() if conversion.function == name)
     ends = [f"Shard({next(dims)})" if kind is Kind.SHARD else _NOTE[kind] for kind in kinds]
     backward = f"; backward: {_BACKWARD[name]}" if info(node).requires_grad else ""
-    return f"over cp: {' → '.join(ends) if ends[0] != ends[1] else ends[0]}{backward}"
+    return f"over {axis}: {' → '.join(ends) if ends[0] != ends[1] else ends[0]}{backward}"
 
 
 def _words(placement: Placement) -> str:
@@ -83,7 +83,8 @@ def argument_shapes(names: Mapping[fx.Node, str], tp: int) -> str:
     for node, name in names.items():
         facts = info(node)
         if facts.requires_grad:
-            over_cp = f"{_words(facts.context)}@cp " if facts.context is not None else ""
+            context = facts.placement_on("cp")
+            over_cp = f"{_words(context)}@cp " if context is not None else ""
             over_tp = f"{_words(facts.placement)}@tp " if tp > 1 else ""
             shown.append(f"{name}: {over_cp}{over_tp}{_local_shape(facts, tp)}")
     shown = shown if len(", ".join(shown)) < _ARGUMENTS else shown[:1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
@@ -229,7 +229,7 @@ class Outline:
         call = graph.call_function(region_call, tuple(self.nodes[n] for n in region.reads), about)
         facts = info(region.result)
         strategy = Strategy(tuple(info(n).placement for n in region.reads), facts.placement)
-        return set_info(call, replace(facts, strategy=strategy))
+        return set_info(call, facts.typed(strategy))
 
     def roles(self, roles: Roles) -> Roles:
         """The roles of the source's values, for the nodes here."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .graph import NodeInfo, Role, Shape, info, node_inputs, set_info
+from .graph import NodeInfo, Shape, info, node_inputs, set_info
 
 DOUBLED = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 _NO_GRADIENT = {torch.ops.aten.detach.default, torch.ops.aten.detach_.default}
@@ -29,7 +29,7 @@ def call(
 ) -> fx.Node:
     """A new op at the graph's insertion point, with the facts of `like` (and its own shape)."""
     node = graph.call_function(target, args, kwargs)
-    facts = replace(like, role=Role.OP, ref="", shape=like.shape if shape is None else shape)
+    facts = like.made(shape=like.shape if shape is None else shape)
     set_info(node, facts)
     requires = is_continuous(facts.dtype) and derives_gradient(node)
     return set_info(node, replace(facts, requires_grad=requires))

@@ -8,7 +8,7 @@ of ops. Every fact about a node lives in one `NodeInfo`; nothing else touches `n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -49,9 +49,8 @@ class NodeInfo:
     `shape` is global (unsharded). `ref` names what a placeholder stands for: a parameter or buffer
     relative to the call's path, a keyword input, or (VALUE) the position among the call's inputs.
     `module` is the path of the module that ran the op and `source` the user's line; `island` what is in fp32 from here
-    on, though the author computes it in half precision. `context`: how the value lies on cp, once shapes
-    are those of one of its ranks. `window`: of attention, what its mask is shown to be: causal, with so many of the
-    last keys.
+    on, though the author computes it in half precision. `window`: of attention, what its mask is shown to be: causal,
+    with so many of the last keys. `strategies`: of the node by mesh axis, once it is typed there.
     """
 
     shape: Shape
@@ -61,15 +60,32 @@ class NodeInfo:
     ref: str = ""
     module: str = ""
     source: str = ""
-    strategy: Strategy | None = None
     island: str = ""
-    context: Placement | None = None
     window: int | None = None
+    strategies: Mapping[str, Strategy] = field(default_factory=dict)
+
+    @property
+    def strategy(self) -> Strategy | None:
+        """On tp."""
+        return self.strategies.get("tp")
 
     @property
     def placement(self) -> Placement:
+        """On tp."""
         assert self.strategy is not None, "the program has not been typed yet"
         return self.strategy.output
+
+    def placement_on(self, axis: str) -> Placement | None:
+        """How the value lies on an axis on which it is typed."""
+        return self.strategies[axis].output if axis in self.strategies else None
+
+    def typed(self, strategy: Strategy, axis: str = "tp") -> NodeInfo:
+        return replace(self, strategies={**self.strategies, axis: strategy})
+
+    def made(self, **changes: Any) -> NodeInfo:
+        """The facts of an op on the value that leaves it lying as it does, on each axis."""
+        passed = {axis: Strategy((s.output,), s.output) for axis, s in self.strategies.items()}
+        return replace(self, **{"role": Role.OP, "ref": "", "strategies": passed, **changes})
 
 
 def info(node: fx.Node) -> NodeInfo:
@@ -87,6 +103,10 @@ def typed_strategy(node: fx.Node) -> Strategy:
 def set_info(node: fx.Node, facts: NodeInfo) -> fx.Node:
     node.meta[_KEY] = facts
     return node
+
+
+def set_strategy(node: fx.Node, strategy: Strategy, axis: str = "tp") -> None:
+    set_info(node, info(node).typed(strategy, axis))
 
 
 def update_info(node: fx.Node, **changes: Any) -> None:

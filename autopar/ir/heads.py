@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..placement import Placement, Strategy
+from ..placement import Strategy
 from .custom import LINEAR_CROSS_ENTROPY
-from .graph import Block, NodeInfo, Role, arguments, info, node_inputs, set_info, typed_strategy
+from .graph import Block, NodeInfo, arguments, info, node_inputs, set_info, typed_strategy
 
 aten = torch.ops.aten
 
@@ -35,7 +35,7 @@ class Head:
     linear: fx.Node
     views: list[fx.Node] = field(default_factory=list)
     between: list[fx.Node] = field(default_factory=list)  # all ops from linear to loss, last first
-    bias: tuple[fx.Node, Placement] | None = None  # and how its sum reads it
+    bias: fx.Node | None = None  # the op that adds it
     scale: float = 1.0
     softcap: float | None = None
 
@@ -146,7 +146,7 @@ def _takes_bias(node: fx.Node, head: Head) -> bool:
     one = len(info(bias).shape) == 1 and info(bias).shape == info(product).shape[-1:]
     if not one or product.target is not aten.linear.default or info(bias).dtype != info(product).dtype:
         return False
-    head.bias = bias, typed_strategy(node).inputs[1]
+    head.bias = node
     return True
 
 
@@ -155,16 +155,20 @@ def _takes_bias(node: fx.Node, head: Head) -> bool:
 
 
 def _fuse(block: Block, head: Head, chunks: Any) -> None:
-    loss, strategy, made = head.loss, typed_strategy(head.loss), typed_strategy(head.linear)
+    loss = head.loss
     x, weight = node_inputs(head.linear)
     biases = [] if head.bias is None else [head.bias]
     with block.graph.inserting_before(loss):
-        rows, placement = _rows(block, head, x, made.inputs[0])
-        given = (rows, weight, node_inputs(loss)[1], *(bias for bias, _ in biases))
+        rows = _rows(block, head, x)
+        given = (rows, weight, node_inputs(loss)[1], *(node_inputs(bias)[1] for bias in biases))
         fused = block.graph.call_function(LINEAR_CROSS_ENTROPY, given, _options(head, chunks))
-    inputs = (placement, made.inputs[1], strategy.inputs[1], *(lies for _, lies in biases))
+    fused_strategies: dict[str, Strategy] = {}
+    for axis, strategy in info(loss).strategies.items():
+        product, added = info(head.linear).strategies[axis], (info(bias).strategies[axis].inputs[1] for bias in biases)
+        reads = product.inputs[0] if rows is x else info(rows).strategies[axis].output
+        fused_strategies[axis] = Strategy((reads, product.inputs[1], strategy.inputs[1], *added), strategy.output)
     dtype = torch.promote_types(info(x).dtype, torch.float32)
-    set_info(fused, replace(info(loss), dtype=dtype, strategy=Strategy(inputs, strategy.output)))
+    set_info(fused, replace(info(loss), dtype=dtype, strategies=fused_strategies))
     loss.replace_all_uses_with(fused)
     for node in (loss, *head.between):
         block.graph.erase_node(node)
@@ -178,17 +182,19 @@ def _options(head: Head, chunks: Any) -> dict[str, Any]:
     return {"chunks": chunks} | {name: value for name, (value, default) in given.items() if value != default}
 
 
-def _rows(block: Block, head: Head, x: fx.Node, placement: Placement) -> tuple[fx.Node, Placement]:
-    """x, through the views that the logits went through, and how it lies then."""
+def _rows(block: Block, head: Head, x: fx.Node) -> fx.Node:
+    """x, through the views that the logits went through."""
     facts, width = info(x), info(x).shape[-1]
+    lies = {axis: strategy.inputs[0] for axis, strategy in info(head.linear).strategies.items()}
     for view in head.views:
         args = [x, *arguments(view)[1:]]
         if view.target is aten.reshape.default:
             args[1] = [*args[1][:-1], width]
-        after = info(view).placement if placement.is_shard else placement  # a shard of the rows, or whole as before
-        shape = (*info(view).shape[:-1], width)
+        # A shard of the rows, or whole as before.
+        after = {axis: info(view).strategies[axis].output if p.is_shard else p for axis, p in lies.items()}
+        strategies = {axis: Strategy((lies[axis],), after[axis]) for axis in lies}
         x = block.graph.call_function(view.target, tuple(args))  # type: ignore[arg-type]
-        made = replace(facts, role=Role.OP, ref="", shape=shape, strategy=Strategy((placement,), after))
-        set_info(x, replace(made, module=info(view).module, source=info(view).source))
-        placement = after
-    return x, placement
+        shape, module, source = (*info(view).shape[:-1], width), info(view).module, info(view).source
+        set_info(x, facts.made(shape=shape, module=module, source=source, strategies=strategies))
+        lies = after
+    return x

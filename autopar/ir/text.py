@@ -23,7 +23,7 @@ def program_text(program: Program) -> str:
 
 
 def block_text(block: Block) -> str:
-    """One node a line: name, shape, placement (once typed), and what it is."""
+    """One node a line: name, shape, placements (on tp, cp, dp, once typed), and what it is."""
     lines = [f"block {block.name}:"]
     for node in block.graph.nodes:
         if node.op == "output":
@@ -31,7 +31,8 @@ def block_text(block: Block) -> str:
             continue
         facts = info(node)
         shape = ", ".join(map(str, facts.shape))
-        placed = f" {facts.placement}" if facts.strategy else ""
+        lies = {axis: facts.placement_on(axis) for axis in ("tp", "cp", "dp")}
+        placed = "".join(f" {p}{'' if axis == 'tp' else f'@{axis}'}" for axis, p in lies.items() if p is not None)
         what = f"{facts.role.value} {facts.ref}" if node.op == "placeholder" else _expression(node)
         shown = f"  # window={facts.window}" if facts.window is not None else ""
         lines.append(f"  {node.name}: [{shape}]{placed} = {what}{shown}")

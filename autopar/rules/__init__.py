@@ -24,8 +24,10 @@ from . import (
     views,
     vision,
 )
+from .axes import Axis, ContextAxis, TensorAxis
 from .batchwise import is_batchwise
-from .factor import Axis, Dims, Rule, RuleMaker, strategies
+from .data_axis import DataAxis
+from .factor import Dims, Rule, RuleMaker, strategies
 
 RULES: dict[object, RuleMaker] = {
     **matmul.RULES,
@@ -81,4 +83,18 @@ def _maker(target: Any) -> RuleMaker | None:
     return reductions.reduction if reductions.is_reduction(target) else None
 
 
-__all__ = ["RULES", "Axis", "Rule", "has_rule", "is_known", "rule_of", "strategies"]
+AXES: dict[str, type[Axis]] = {axis.name: axis for axis in (TensorAxis, ContextAxis, DataAxis)}
+
+__all__ = [
+    "AXES",
+    "RULES",
+    "Axis",
+    "ContextAxis",
+    "DataAxis",
+    "Rule",
+    "TensorAxis",
+    "has_rule",
+    "is_known",
+    "rule_of",
+    "strategies",
+]

@@ -3,15 +3,18 @@
 On cp the queries of a rank are a part of the sequence: they meet all keys, gathered, or sent around in a ring.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 
+import sympy
 import torch
 from torch import fx
 
-from ..ir.graph import Program, info, node_inputs
+from ..ir.graph import Program, S, info, node_inputs
 from ..ir.ops import gathered_attention, ring_attention
 from ..placement import GRAD_PARTIAL, REPLICATE, Shard, Strategy
 from .arguments import option
+from .axes import ContextAxis
 from .factor import Dims, Rule, RuleMaker
 
 aten = torch.ops.aten
@@ -36,11 +39,10 @@ def _attention(node: fx.Node) -> Rule:
         tuple("bhsf"),
         whole=frozenset("stef"),
         even=frozenset("h"),  # 25 heads on 2 ranks: half a head is none
-        special=(_one_group(node, masks),) if groups != heads else (),
+        special={"tp": (_one_group(node, masks),) if groups != heads else (), "cp": _over_sequence(node, masks)},
         multiple_of=int(groups) if groups != heads else 0,
         kind="attention",
         saves=(0, 1, 2, *kept_masks(node, made=False), -1),
-        context=_over_sequence(node, masks),
     )
 
 
@@ -75,6 +77,12 @@ def _over_sequence(node: fx.Node, masks: tuple[Dims, ...]) -> tuple[Strategy, ..
         return ring, gathered
     rows = [Shard(m.index("s")) if "s" in m else p for m, p in zip(masks, unread, strict=True)]
     return (replace(gathered, inputs=(*gathered.inputs[:3], *rows)),)
+
+
+def context_axis(program: Program, ranks: int, values: Mapping[sympy.Symbol, int], layout: str, tp: int) -> ContextAxis:
+    """The axis cp under a layout. Only Ulysses shards more than the sequence: in others its order may be zigzag."""
+    parts = 2 * ranks if is_zigzag(program, layout, ranks, values[S]) else ranks
+    return ContextAxis(ranks, values, parts, heads=layout == "ulysses", inner=tp)
 
 
 def is_zigzag(program: Program, layout: str, ranks: int, sequence: int) -> bool:

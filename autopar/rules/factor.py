@@ -14,15 +14,16 @@ Sharding a factor shards every tensor that has it (DESIGN §4):
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import sympy
 from torch import fx
 
 from ..ir.build import is_continuous
-from ..ir.graph import B, NodeInfo, S, Shape, info, node_inputs
+from ..ir.graph import NodeInfo, Shape, info, node_inputs
 from ..placement import GRAD_PARTIAL, PARTIAL, REPLICATE, Placement, Shard, Strategy
+from .axes import Axis
 
 Dims = tuple[str | None, ...]  # the factor of each dim; None: a dim that no factor shards
 
@@ -33,15 +34,15 @@ class Rule:
 
     whole: factors that a kernel needs whole (softmax and norm dims). linear: each set of operand positions
     in which the op is jointly linear. even: factors whose shards must be of one size, for it is an argument.
-    special: strategies on tp beyond the factors, such as vocabulary-parallel cross-entropy; tp_only: factors that only
-    a function of the runtime can shard, which knows of tp alone. multiple_of: if given, they
-    are for axes whose size is a multiple of it, and want equal shards.
+    special: axis → strategies there beyond the factors, such as vocabulary-parallel cross-entropy on tp and ring
+    attention on cp. multiple_of: if given, they are for axes whose size is a multiple of it, and want equal shards.
+    only_on: factor → the one axis that can shard it, for a function of the runtime does which knows of no other.
     kind: "matmul", "attention", "experts", "memory" (bandwidth-bound) or "view" (free).
     units: factors that come in units (channels in groups), whose number must be divisible too.
-    only: if given, the strategies on every axis but the context axis. exact: gradients too are whole, for the op is
-    not written so that they could be summands.
-    context: strategies beyond the factors for the context axis, such as ring attention. rows: the dims of inputs and
-    output there, where rows b·s are sharded by their sequence; those of the other axes where it is None.
+    only: if given, all the strategies there are. exact: gradients too are whole, for the op is not written so that they
+    could be summands.
+    dims_on: axis → the dims of inputs and output there, where they are others: rows b·s are sharded by their sequence
+    on cp.
     saves: positions of operands that a GPU kernel keeps for backward, and -1 for its result.
     """
 
@@ -50,15 +51,14 @@ class Rule:
     whole: frozenset[str] = frozenset()
     even: frozenset[str] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
-    special: tuple[Strategy, ...] = ()
-    tp_only: frozenset[str] = frozenset()
+    special: Mapping[str, tuple[Strategy, ...]] = field(default_factory=dict)
+    only_on: Mapping[str, str] = field(default_factory=dict)
     multiple_of: int = 0
     kind: str = "memory"
     saves: tuple[int, ...] = ()
     only: tuple[Strategy, ...] = ()
     exact: bool = False
-    context: tuple[Strategy, ...] = ()
-    rows: tuple[tuple[Dims, ...], Dims] | None = None
+    dims_on: Mapping[str, tuple[tuple[Dims, ...], Dims]] = field(default_factory=dict)
     units: Mapping[str, sympy.Expr] = field(default_factory=dict)
 
     @property
@@ -68,75 +68,18 @@ class Rule:
         return list(dict.fromkeys(seen))
 
 
-@dataclass(frozen=True)
-class Axis:
-    """What a mesh axis offers: its size, and which dims may be sharded on it.
-
-    On tp the batch is never offered and the sequence only with sequence parallelism; on a data axis
-    only the batch is. `values` gives the numbers of `b` and `s` for divisibility.
-    context: the axis cp. It shards the sequence, also of merged rows b·s, by which no collective runs; parameters
-    are whole on it, and read for different work on each rank; the loss leaves as a summand of each. inner: the ranks
-    of tp, over which a shard of heads is dealt out again. parts: how many a sequence is cut into, if not one a rank.
-    """
-
-    name: str
-    size: int
-    sequence: bool = False
-    batch: bool = False
-    model: bool = True
-    context: bool = False
-    inner: int = 1
-    parts: int = 0
-    values: dict[sympy.Symbol, int] = field(default_factory=dict)
-
-    def number(self, size: sympy.Expr) -> int:
-        """A size at the values of `b` and `s`."""
-        return int(size if size.is_Integer else size.subs(self.values))
-
-    def offers(self, sizes: Iterable[sympy.Expr], uneven: bool = True) -> bool:
-        """Whether a factor with dims of these sizes may be sharded here, evenly or (`uneven`) by the chunk rule."""
-        sizes = list(sizes)
-        symbols = set().union(*(size.free_symbols for size in sizes))
-        if B in symbols and self.context:
-            return all(S in size.free_symbols for size in sizes)
-        if B in symbols:
-            return self.batch
-        if not (self.sequence if S in symbols else self.model):
-            return False
-        numbers = {self.number(size) for size in sizes}
-        if self.context and S in symbols and not all(S in size.free_symbols for size in sizes):
-            return False
-        shares = self.parts or self.size if S in symbols else self.size * self.inner
-        if all(n % shares == 0 for n in numbers):
-            return True
-        return uneven and not self.context and len(numbers) == 1 and S not in symbols and self._none_empty(min(numbers))
-
-    def _none_empty(self, number: int) -> bool:
-        """Whether the chunk rule leaves something to every rank: 4 in chunks of ceil(4/3) are 2, 2 and 0."""
-        return -(-number // self.size) * (self.size - 1) < number
-
-    def even(self, size: sympy.Expr) -> bool:
-        """Whether shards of a dim of this size are equal, so that collectives may run along it."""
-        if B in size.free_symbols:
-            return not self.context
-        return self.number(size) % (self.parts or self.size if S in size.free_symbols else self.size) == 0
-
-    @property
-    def loss(self) -> Placement:
-        """How the loss leaves: whole, or a summand of each rank's part of the sequence."""
-        return PARTIAL if self.context else REPLICATE
-
-
-def strategies(node: fx.Node, rule: Rule, axis: Axis) -> list[Strategy]:
-    """Every legal strategy of a node on an axis, replicated first."""
+def strategies(node: fx.Node, rule: Rule, axis: Axis, reading: tuple[Placement, ...] = ()) -> list[Strategy]:
+    """Every legal strategy of a node on an axis, replicated first; reading: how its operands lie, where that counts."""
     operands = [info(n) for n in node_inputs(node)]
     result = info(node)
-    if axis.context and rule.rows is not None:
-        rule = replace(rule, inputs=rule.rows[0], output=rule.rows[1])
+    if axis.name in rule.dims_on:
+        inputs, output = rule.dims_on[axis.name]
+        rule = replace(rule, inputs=inputs, output=output)
     if rule.only:
         return [o for o in rule.only if axis.offers([n.shape[o.output.dim] for n in (*operands, result)], uneven=False)]
-    found = dict.fromkeys(_candidates(operands, result, rule, axis))
-    return [s for s in found if _sensible(s, operands, result)]
+    candidates = dict.fromkeys(_candidates(operands, result, rule, axis))
+    sensible = [s for s in candidates if _sensible(s, operands, result)]
+    return axis.adapted(node, sensible, reading)
 
 
 def _candidates(operands: list[NodeInfo], result: NodeInfo, rule: Rule, axis: Axis) -> Iterator[Strategy]:
@@ -145,17 +88,14 @@ def _candidates(operands: list[NodeInfo], result: NodeInfo, rule: Rule, axis: Ax
         yield Strategy(tuple(_shared(o) for o in operands), GRAD_PARTIAL if result.requires_grad else REPLICATE)
     for factor in rule.factors:
         sizes = _sizes(factor, operands, result, rule)
-        if axis.context and factor in rule.tp_only:
-            continue
-        if factor not in rule.whole and axis.offers(sizes, uneven=factor not in rule.even):
+        allowed = factor not in rule.whole and rule.only_on.get(factor, axis.name) == axis.name
+        if allowed and axis.offers(sizes, uneven=factor not in rule.even):
             yield _sharded(factor, operands, rule)
     for linear in rule.linear:
         partial = tuple(PARTIAL if i in linear else _shared(o) for i, o in enumerate(operands))
         yield Strategy(partial, PARTIAL)
-    for special in rule.context if axis.context else rule.special:
+    for special in rule.special.get(axis.name, ()) if axis.size % (rule.multiple_of or 1) == 0 else ():
         shards = [(p, o) for p, o in zip(special.inputs, operands, strict=True) if p.is_shard]
-        if rule.multiple_of and axis.size % rule.multiple_of:
-            continue
         if all(axis.offers([o.shape[p.dim]], uneven=not rule.multiple_of) for p, o in shards):
             yield special
 

@@ -24,7 +24,7 @@ def _embedding(node: fx.Node) -> Rule:
 
     Gradients scaled by how often a row occurs in the batch (scale_grad_by_freq) need the whole batch.
     """
-    rule = replace(_rows(node), tp_only=frozenset("v"))
+    rule = replace(_rows(node), only_on={"v": "tp"})
     return replace(rule, whole=frozenset(rule.factors)) if len(node.args) > 3 and node.args[3] else rule
 
 

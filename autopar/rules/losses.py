@@ -80,7 +80,7 @@ def _classification(node: fx.Node) -> Rule:
     rule = _reduced(rule, option(node, "reduction"))
     plain = node.target is aten.cross_entropy_loss.default and not (weight or probabilities or inner)
     if plain and option(node, "reduction") == SUM and not option(node, "label_smoothing"):
-        rule = replace(rule, special=(Strategy((Shard(1), REPLICATE), REPLICATE),))
+        rule = replace(rule, special={"tp": (Strategy((Shard(1), REPLICATE), REPLICATE),)})
     return rule
 
 
@@ -91,7 +91,7 @@ def _linear_cross_entropy(node: fx.Node) -> Rule:
         (("n", "d"), ("v", "d"), ("n",), *(("v",) for _ in bias)), (), frozenset("vd"), kind="matmul", saves=(0, 1)
     )
     shards = (GRAD_PARTIAL if info(x).requires_grad else REPLICATE, Shard(0), REPLICATE, *(Shard(0) for _ in bias))
-    return replace(rule, special=(Strategy(shards, REPLICATE),))
+    return replace(rule, special={"tp": (Strategy(shards, REPLICATE),)})
 
 
 def _similarity(node: fx.Node) -> Rule:

@@ -29,7 +29,7 @@ def drawn(node: fx.Node) -> Rule:
     inputs = tuple(_dims(info(n).shape, apart, rows=True) for n in node_inputs(node))
     output = _dims(info(node).shape, apart, rows=bool(inputs))
     whole = (tuple((None,) * len(dims) for dims in inputs), (None,) * len(output))
-    return Rule(inputs, output, rows=whole)
+    return Rule(inputs, output, dims_on={"cp": whole})
 
 
 def _dims(shape: Shape, apart: bool, rows: bool) -> Dims:

@@ -1,52 +1,52 @@
 """Which rows of a dim a rank has, where the batch is not the outermost part of it.
 
 `cat([x, y])` of two shards of a batch is [x₀; y₀] on rank 0 and [x₁; y₁] on rank 1: not a slice of the whole, but the
-same samples, in `runs` runs of rows. Sums over the dim, and ops on each row, do not mind, provided that all
-operands have the same runs. A reshape that merges an outer dim into the batch's makes runs; one that splits them off
-again ends them.
+same samples, in two runs of rows (`Placement.runs`). Sums over the dim, and ops on each row, do not mind, provided that
+all operands have the same runs. A reshape that merges an outer dim into the batch's makes runs; one that splits them
+off again ends them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import sympy
+import torch
 from torch import fx
 
 from ..ir.graph import B, info, node_inputs
 from ..placement import Placement, Shard, Strategy
 
-
-@dataclass(frozen=True)
-class Rows:
-    """runs: in how many runs of consecutive rows a rank's samples lie."""
-
-    runs: sympy.Expr = sympy.Integer(1)
+aten = torch.ops.aten
 
 
-Found = tuple[Strategy, Rows]
+def moved_rows(node: fx.Node, given: tuple[Placement, ...]) -> Strategy | None:
+    """The strategy of a view or concatenation that makes or ends runs of a batch; None of another op."""
+    if node.target is aten.cat.default:
+        return _of_cat(node, given)
+    return _of_reshape(node, given[0]) if node.target is aten.reshape.default else None
 
 
-def rows_of_cat(node: fx.Node, given: list[tuple[Placement, Rows]]) -> Found | None:
+def _of_cat(node: fx.Node, given: tuple[Placement, ...]) -> Strategy | None:
     """cat along the sharded dim of operands of one shape."""
     operands = node_inputs(node)
     dim = int(node.args[1]) % len(info(node).shape) if len(node.args) > 1 else 0  # type: ignore[arg-type]
     shapes = {info(n).shape for n in operands}
-    if len(set(given)) != 1 or given[0][0] != Shard(dim) or len(shapes) != 1:
+    if len(set(given)) != 1 or not given[0].is_shard or given[0].dim != dim or len(shapes) != 1:
         return None
-    return Strategy(tuple(p for p, _ in given), Shard(dim)), Rows(given[0][1].runs * len(operands))
+    return Strategy(given, replace(given[0], runs=given[0].runs * len(operands)))
 
 
-def rows_of_reshape(node: fx.Node, placement: Placement, rows: Rows) -> Found | None:
+def _of_reshape(node: fx.Node, given: Placement) -> Strategy | None:
     """In the order of its elements a tensor is [outer, b, inner]; a reshape moves dims, but not that border."""
     source, target = info(node_inputs(node)[0]).shape, info(node).shape
     dims = [i for i, size in enumerate(target) if B in size.free_symbols]
-    if not placement.is_shard or len(dims) != 1:
+    if not given.is_shard or len(dims) != 1:
         return None
     (into,) = dims
-    outer = sympy.Mul(*source[: placement.dim]) * rows.runs
+    outer = sympy.Mul(*source[: given.dim]) * given.runs
     runs = sympy.cancel(outer / sympy.Mul(*target[:into]))
     inner = sympy.cancel(target[into] / (runs * B))
     if sympy.denom(runs) != 1 or sympy.denom(inner) != 1 or B in inner.free_symbols:
         return None
-    return Strategy((placement,), Shard(into)), Rows(runs)
+    return Strategy((given,), replace(Shard(into), runs=runs))

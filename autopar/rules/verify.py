@@ -5,7 +5,7 @@ Run after every pass, with the checks of the level that the pass leaves and of t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 
 from torch import fx
@@ -13,9 +13,8 @@ from torch import fx
 from ..errors import TypeCheckError
 from ..ir.graph import Block, Program, Role, info, node_inputs
 from ..ir.ops import COLLECTIVES, convert, is_collective
-from ..placement import PARTIAL, REPLICATE, Placement, conversion
+from ..placement import CONVERSIONS, PARTIAL, Kind, Placement, Strategy, conversion
 from . import Axis, rule_of, strategies
-from .data_axis import check_data_axis, ends
 from .where import error
 
 
@@ -29,25 +28,44 @@ class Level(IntEnum):
     LOWERED = 4  # every conversion is a collective
 
 
-def verify(program: Program, level: Level, axis: Axis | None = None, replicas: int = 1) -> None:
-    """The checks of a level and of those below it, over `axis` (none before there is one) and so many replicas.
+# Axis → the levels from which on a program is typed there, and has its conversions.
+LEVELS: Mapping[str, tuple[Level, Level]] = {
+    "tp": (Level.TYPED, Level.CONVERTED),
+    "cp": (Level.TYPED, Level.CONVERTED),
+    "dp": (Level.SPREAD, Level.SPREAD),
+}
+
+
+def verify(program: Program, level: Level, axes: Sequence[Axis] = ()) -> None:
+    """The checks of a level and of those below it, on each of these axes (none before there are any).
 
     TypeCheckError naming block, node, user's line and placements.
     """
     _check_given(program)
-    if axis is None or level < Level.TYPED:
-        return
-    for block in program.blocks.values():
-        if not program.count(block.name):
-            continue
-        for node in block.placeholders():
-            _check_placeholder(program, block, node)
-        for node in block.ops:
-            _check_node(block, node, axis, level)
-        if level >= Level.CONVERTED:
-            _check_results(program, block, axis)
-    if level >= Level.SPREAD and replicas > 1:
-        check_data_axis(program)
+    for axis in axes:
+        typed, converted = LEVELS[axis.name]
+        for block in program.blocks.values() if level >= typed else ():
+            if program.count(block.name):
+                _check_block(program, block, axis, level >= converted, level >= Level.LOWERED)
+
+
+def _check_block(program: Program, block: Block, axis: Axis, converted: bool, lowered: bool) -> None:
+    for node in block.placeholders():
+        _check_placeholder(program, block, node, axis)
+    for node in block.ops:
+        strategy = _strategy(block, node, axis)
+        if lowered and node.target is convert:
+            raise error(block, node, "is a conversion still, and no collective")
+        if info(node).role is Role.CONVERT:
+            _check_conversion(block, node, strategy, axis)
+        else:
+            _check_strategy(block, node, strategy, axis)
+        operands = tuple(_strategy(block, n, axis).output for n in node_inputs(node))
+        if converted and operands != strategy.inputs:
+            given = ", ".join(map(str, operands))
+            raise error(block, node, f"wants ({strategy}) but reads ({given}): a conversion is missing")
+    if converted:
+        _check_results(program, block, axis)
 
 
 def _check_given(program: Program) -> None:
@@ -72,26 +90,31 @@ def _check_given(program: Program) -> None:
         given.update(call.outputs)
 
 
-def _check_placeholder(program: Program, block: Block, node: fx.Node) -> None:
-    """Inputs and buffers are whole; a parameter is whole or a shard, and the same under each of its names."""
-    facts = info(node)
-    if facts.strategy is None:
-        raise error(block, node, "has no placement")
-    if facts.role in (Role.INPUT, Role.BUFFER) and facts.placement != REPLICATE:
-        raise error(block, node, f"an {facts.role.value} is whole on every rank, not {facts.placement}")
+def _strategy(block: Block, node: fx.Node, axis: Axis) -> Strategy:
+    strategies = info(node).strategies
+    if axis.name not in strategies:
+        raise error(block, node, f"has no placement over {axis.name}")
+    return strategies[axis.name]
+
+
+def _check_placeholder(program: Program, block: Block, node: fx.Node, axis: Axis) -> None:
+    """Inputs and buffers lie as the axis has them; a parameter as it may, and the same under each of its names."""
+    facts, placement = info(node), _strategy(block, node, axis).output
+    if facts.role in (Role.INPUT, Role.BUFFER) and placement != axis.given(facts):
+        whole = "is whole on every rank" if axis.given(facts).whole else f"lies as {axis.given(facts)} over {axis.name}"
+        raise error(block, node, f"an {facts.role.value} {whole}, not {placement}")
     if facts.role is not Role.PARAMETER:
         return
-    if facts.placement == PARTIAL:
-        raise error(block, node, "a parameter is whole or a shard, not Partial")
+    if placement == PARTIAL or placement.is_shard and not axis.cuts_parameters:
+        or_shard = " or a shard" if axis.cuts_parameters else ""
+        raise error(
+            block, node, f"a parameter is whole{or_shard}, not {'Partial' if placement == PARTIAL else placement}"
+        )
     name = program.call_of(block.name).full_name(facts.ref)
     if name in program.tied:
         for other_block, other in _uses(program, program.tied[name]):
-            if info(other).placement != facts.placement:
-                raise error(
-                    block,
-                    node,
-                    f"is tied to {other_block}.{other.name}, {info(other).placement}, but is {facts.placement}",
-                )
+            if (lies := info(other).placement_on(axis.name)) != placement:
+                raise error(block, node, f"is tied to {other_block}.{other.name}, {lies}, but is {placement}")
 
 
 def _uses(program: Program, name: str) -> Iterator[tuple[str, fx.Node]]:
@@ -102,49 +125,47 @@ def _uses(program: Program, name: str) -> Iterator[tuple[str, fx.Node]]:
                 yield call.block, node
 
 
-def _check_node(block: Block, node: fx.Node, axis: Axis, level: Level) -> None:
-    facts = info(node)
-    if facts.strategy is None:
-        raise error(block, node, "has no placement")
-    if level >= Level.LOWERED and node.target is convert:
-        raise error(block, node, "is a conversion still, and no collective")
-    operands = tuple(info(n).placement for n in node_inputs(node))
-    if facts.role is Role.CONVERT and ends(node)[2] != axis.name:
-        if operands != facts.strategy.inputs or operands != (facts.strategy.output,):
-            raise error(block, node, f"is no conversion over {axis.name}, but {operands[0]} becomes {facts.placement}")
-        return
-    if facts.role is Role.CONVERT:
-        _check_conversion(block, node, operands[0], axis)
-        return
-    legal = strategies(node, rule_of(node), axis) if axis.size > 1 else [facts.strategy]
-    if facts.strategy not in legal:
+def _check_strategy(block: Block, node: fx.Node, strategy: Strategy, axis: Axis) -> None:
+    legal = strategies(node, rule_of(node), axis, strategy.inputs) if axis.size > 1 else [strategy]
+    if strategy not in legal:
         shown = "; ".join(map(str, legal))
         raise error(
-            block, node, f"{facts.strategy} is no strategy of its rule on {axis.name}={axis.size}: use one of {shown}"
+            block, node, f"{strategy} is no strategy of its rule on {axis.name}={axis.size}: use one of {shown}"
         )
-    if level >= Level.CONVERTED and operands != facts.strategy.inputs:
-        given = ", ".join(map(str, operands))
-        raise error(block, node, f"wants ({facts.strategy}) but reads ({given}): a conversion is missing")
 
 
-def _check_conversion(block: Block, node: fx.Node, source: Placement, axis: Axis) -> None:
-    strategy = info(node).strategy
-    assert strategy is not None
-    found = conversion(source, strategy.output)
-    if strategy.inputs != (source,) or found is None:
-        raise error(block, node, f"converts {strategy} but reads {source}")
-    for placement in (source, strategy.output):
+def _check_conversion(block: Block, node: fx.Node, strategy: Strategy, axis: Axis) -> None:
+    """One over another axis leaves what it reads as it lies; one over this axis is the table's, along even dims."""
+    (source,), target = strategy.inputs, strategy.output
+    *kinds, over = ends(node)
+    if over != axis.name:
+        if source != target:
+            raise error(block, node, f"is no conversion over {axis.name}, but {source} becomes {target}")
+        return
+    found = conversion(source, target)
+    if found is None or node.target is convert and [source.kind, target.kind] != kinds:
+        raise error(block, node, f"converts {' to '.join(kind.value for kind in kinds)} but is typed {strategy}")
+    for placement in (source, target):
         size = info(node).shape[placement.dim] if placement.is_shard else 0
         if size and not axis.even(size):
             raise error(
                 block, node, f"converts along {placement}, where {size} is not divisible by {axis.name}={axis.size}"
             )
     if is_collective(node.target):
-        dims = tuple(p.dim for p in (source, strategy.output) if p.is_shard)
+        dims = tuple(p.dim for p in (source, target) if p.is_shard)
         if node.target is not COLLECTIVES[found.function] or node.args[1:] != dims:
             raise error(block, node, f"{strategy} is {found.function}{dims}, not {node.target.__name__}")  # type: ignore[union-attr]
     elif node.target is not convert:
         raise error(block, node, "is no conversion")
+
+
+def ends(node: fx.Node) -> tuple[Kind, Kind, str]:
+    """(kind before, kind after, axis) of a conversion, lowered or not."""
+    if node.target is convert:
+        source, target, axis = (str(a) for a in node.args[1:4])
+        return Placement.parse(source).kind, Placement.parse(target).kind, axis
+    kinds = next(k for k, c in CONVERSIONS.items() if COLLECTIVES[c.function] is node.target)
+    return *kinds, str(node.kwargs["axis"])
 
 
 def _check_results(program: Program, block: Block, axis: Axis) -> None:
@@ -153,16 +174,13 @@ def _check_results(program: Program, block: Block, axis: Axis) -> None:
             continue
         if not call.outputs:
             for result in block.results:
-                if info(result).placement != axis.loss:
-                    raise error(block, result, f"the loss leaves as {info(result).placement}, not as {axis.loss}")
+                if (lies := _strategy(block, result, axis).output) != axis.loss:
+                    raise error(block, result, f"the loss leaves as {lies}, not as {axis.loss}")
             continue
         for value, result in zip(call.outputs, block.results, strict=True):
             for reader in (c for c in program.calls if value in c.inputs):
                 place = str(reader.inputs.index(value))
                 for node in program.blocks[reader.block].placeholders(Role.VALUE):
-                    if info(node).ref == place and info(node).placement != info(result).placement:
-                        raise error(
-                            block,
-                            result,
-                            f"leaves as {info(result).placement} but {reader.block} takes {info(node).placement}",
-                        )
+                    leaves, taken = (info(n).placement_on(axis.name) for n in (result, node))
+                    if info(node).ref == place and taken != leaves:
+                        raise error(block, result, f"leaves as {leaves} but {reader.block} takes {taken}")

@@ -40,7 +40,8 @@ def _reshape(node: fx.Node) -> Rule:
     output: list[str | None] = [None] * len(target)
     for number, (i, o) in enumerate(_matching_groups(source, target)):
         inputs[i] = output[o] = f"d{number}"
-    return replace(_view(inputs, output), rows=_sequence_dims(source, target, inputs, output))
+    rows = _sequence_dims(source, target, inputs, output)
+    return replace(_view(inputs, output), dims_on={} if rows is None else {"cp": rows})
 
 
 def _sequence_dims(

@@ -47,7 +47,7 @@ def _conv(node: fx.Node) -> Rule:
         whole=frozenset({*kernel, *where, "n", *(("i",) if split else ())}),
         even=frozenset({"c"}),
         linear=tuple(map(frozenset, linear)),
-        special=(rows,) if split else (),
+        special={"tp": (rows,)} if split else {},
         units={"c": sympy.Integer(groups)} if groups > 1 else {},
         kind="matmul",
         saves=(0, 1),

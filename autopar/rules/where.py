@@ -35,6 +35,7 @@ def where(node: fx.Node) -> str:
 def _line(node: fx.Node) -> str:
     if node.op == "output":
         return "return"
-    strategy = info(node).strategy
+    strategies = info(node).strategies
+    strategy = strategies.get("tp") or strategies.get("cp")
     operands = ", ".join(n.name for n in node_inputs(node))
     return f"{node.name}({operands})  {strategy if strategy else ''}"

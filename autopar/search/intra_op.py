@@ -27,8 +27,8 @@ from torch import fx
 
 from ..errors import InfeasibleError
 from ..ir.build import is_continuous
-from ..ir.graph import TABLES, B, Block, NodeInfo, Program, Role, S, info, node_inputs
-from ..placement import GRAD_PARTIAL, PARTIAL, REPLICATE, Placement, Shard, Strategy, conversion
+from ..ir.graph import TABLES, Block, NodeInfo, Program, Role, S, info, node_inputs
+from ..placement import GRAD_PARTIAL, PARTIAL, REPLICATE, Placement, Strategy, conversion
 from ..plan.plan import Solution
 from ..rules import Axis, rule_of, strategies
 from .layouts import FREE, Layout
@@ -98,44 +98,33 @@ class _Search:
         return self.costs.strategy(node, option)
 
     def _options(self, block: Block, node: fx.Node) -> list[Strategy]:
-        facts, context = info(node), self.axis.context
+        facts = info(node)
         if block.name == TABLES or facts.role in (Role.BUFFER, Role.INPUT):
             return [Strategy((REPLICATE,) * len(node_inputs(node)), REPLICATE)]
         if facts.role is Role.OP:
-            options = strategies(node, rule_of(node), self.axis)
-            if self._is_hidden(facts) and self._is_residual(block, node):
-                options = [o for o in options if o.output == self.layout.hidden]
-            divides = _divides_rows if context else _divides_weight
-            if self.layout.divide and (divided := [o for o in options if divides(node, o)]):
-                return divided
-            if self.layout.attention and rule_of(node).kind == "attention":
-                return _preferred(options, self.layout.attention)
-            return options
-        if context and facts.role is Role.PARAMETER:
-            return [Strategy((), GRAD_PARTIAL if facts.requires_grad else REPLICATE)]
-        placements = [REPLICATE, *([GRAD_PARTIAL] if facts.requires_grad else [])]
-        placements += [Shard(d) for d, n in enumerate(facts.shape) if n != 1 and self.axis.offers([n])]
-        if facts.role is Role.VALUE:
-            if not facts.requires_grad:
-                placements = [p for p in placements if context or not p.is_shard]
-            elif self._is_hidden(facts):
-                assert self.layout.hidden is not None
-                placements = [self.layout.hidden]
-            else:
-                placements.append(PARTIAL)
+            return self._strategies(block, node)
+        placements = self.axis.stored(facts) if facts.role is Role.PARAMETER else self._between_blocks(facts)
         return [Strategy((), p) for p in placements]
 
-    def _is_hidden(self, facts: NodeInfo) -> bool:
-        """Whether the layout says how a value between layers lies: a shard of the sequence is of values that have one.
+    def _strategies(self, block: Block, node: fx.Node) -> list[Strategy]:
+        """Those of an op's rule that the layout leaves."""
+        options = strategies(node, rule_of(node), self.axis)
+        if self.layout.places(info(node).shape) and self._is_residual(block, node):
+            options = [o for o in options if o.output == self.layout.hidden]
+        if divided := [o for o in options if self.layout.divides is not None and self.layout.divides(node, o)]:
+            return divided
+        if self.layout.attention and rule_of(node).kind == "attention":
+            return _preferred(options, self.layout.attention)
+        return options
 
-        Those of rank 3 are taken to have one on tp (images in patches); scores [b] and features [b, d] have none.
-        """
-        hidden, shape = self.layout.hidden, facts.shape
-        if hidden is None or not any(B in n.free_symbols for n in shape):
-            return False
-        if not self.axis.context and (not hidden.is_shard or len(shape) > 2):
-            return True
-        return len(shape) > hidden.dim and S in shape[hidden.dim].free_symbols
+    def _between_blocks(self, facts: NodeInfo) -> list[Placement]:
+        """How a value that passes between blocks may lie."""
+        if not facts.requires_grad:
+            return [REPLICATE, *(self.axis.shards(facts) if self.axis.cuts_integers else [])]
+        if self.layout.places(facts.shape):
+            assert self.layout.hidden is not None
+            return [self.layout.hidden]
+        return [REPLICATE, GRAD_PARTIAL, *self.axis.shards(facts), PARTIAL]
 
     def _is_residual(self, block: Block, node: fx.Node) -> bool:
         """A sum of two activations shaped like the values between layers, not a bias."""
@@ -229,29 +218,6 @@ class _Search:
         }
 
 
-def _divides_weight(node: fx.Node, option: Strategy) -> bool:
-    """A product with a parameter (or experts) whose shard each rank holds, attention over a share of the heads, or
-    the rows of a share of the vocabulary."""
-    if node.target is torch.ops.aten.embedding.default:
-        return info(node_inputs(node)[1]).role is Role.INPUT and option.inputs[0] == Shard(0)
-    kind = rule_of(node).kind
-    if kind == "attention":
-        return option.output.is_shard
-    if kind not in ("matmul", "experts"):
-        return False
-    roles = [info(n).role for n in node_inputs(node)]
-    weights = [p for p, role in zip(option.inputs, roles, strict=True) if role is Role.PARAMETER]
-    return any(p.is_shard for p in weights or option.inputs)
-
-
-def _divides_rows(node: fx.Node, option: Strategy) -> bool:
-    """A product with a parameter, or experts, on a share of the sequence."""
-    if rule_of(node).kind not in ("matmul", "experts") or not option.output.is_shard:
-        return False
-    weighted = any(info(n).role is Role.PARAMETER for n in node_inputs(node))
-    return weighted and S in info(node).shape[option.output.dim].free_symbols
-
-
 def _preferred(options: list[Strategy], placements: tuple[Placement, ...]) -> list[Strategy]:
     """Attention as the layout names it, else by any shard, else whole."""
     named = [o for o in options if o.inputs[: len(placements)] == placements]
@@ -274,8 +240,8 @@ def legal_conversion(facts: NodeInfo, source: Placement, target: Placement, axis
     """Whether a conversion exists and no collective runs along a dim whose shards differ in size."""
     if conversion(source, target) is None:
         return False
-    if axis.context and facts.role is Role.PARAMETER and target.is_shard:
-        return False  # on cp they are stored whole, and read whole
+    if facts.role is Role.PARAMETER and target.is_shard and not axis.cuts_parameters:
+        return False
     if PARTIAL in (source, target) and not is_continuous(facts.dtype):
         return False
     if GRAD_PARTIAL in (source, target) and not facts.requires_grad:

@@ -13,7 +13,7 @@ from ..ir.reads import read_elsewhere
 from ..plan.options import check
 from ..plan.plan import asked_length
 from ..request import Job, batch_of, default_batch, default_precision, read_cluster
-from ..rules.data_axis import data_types
+from ..rules.spread import data_types
 from ..runtime.choices import Compute
 from .layouts import position_rows, why_not
 from .pins import Pins, Request

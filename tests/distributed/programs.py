@@ -25,12 +25,13 @@ from autopar.emit.source import load_source, model_source
 from autopar.ir.graph import B, Program, S
 from autopar.plan.plan import Optimizer, Plan, Solution
 from autopar.plan.recompute import Again, choice, whole_layers
-from autopar.rules import Axis
+from autopar.rules import TensorAxis
+from autopar.rules.attention import context_axis
 from autopar.runtime.choices import Mesh
 from autopar.runtime.opaque import OpaqueModule
 from autopar.runtime.trainer import Trainer
 from autopar.search.intra_op import solve
-from autopar.search.layouts import MEGATRON, RING, Layout, context_axis
+from autopar.search.layouts import MEGATRON, RING, Layout
 from autopar.search.op_costs import Costs, TimeCosts
 from autopar.trace.opaque import opaque_modules
 from autopar.verification.parity import relative_errors
@@ -145,7 +146,7 @@ class Subject:
         if tp == 1:
             return Solution(1, {})
         values = {B: plan.batch.micro_batch, S: plan.batch.sequence // plan.mesh.cp}
-        axis = Axis("tp", tp, sequence=layout.sequence, values=values)
+        axis = TensorAxis(tp, values, layout.sequence)
         costs = costs or TimeCosts(gpu("h100-sxm-80gb"), self.precision, tp, values)
         return solve(cut_sequence(self.program, plan), axis, costs, layout)
 

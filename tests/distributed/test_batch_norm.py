@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import PlanError, TraceError
-from autopar.rules.data_axis import data_types
+from autopar.rules.spread import data_types
 from tests.distributed.families import family
 from tests.distributed.programs import Subject, assert_parity, local_batch, subject, trainer_of
 from tests.harness import run_ranks

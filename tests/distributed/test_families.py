@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.rules.data_axis import data_types
+from autopar.rules.spread import data_types
 from autopar.search.layouts import MEGATRON_SP
 from tests.distributed.families import family
 from tests.distributed.programs import GLOBAL_BATCH, assert_parity

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.rules.data_axis import data_types
+from autopar.rules.spread import data_types
 from autopar.runtime.data_parallel import local_part
 from autopar.runtime.precision import LossScale
 from autopar.runtime.trainer import Trainer

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.errors import PlanError
-from autopar.rules.data_axis import data_types
+from autopar.rules.spread import data_types
 from tests.distributed.programs import VOCABULARY, ParallelBlock, Subject, assert_parity, subject
 
 

@@ -16,6 +16,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "pp2": {"pp": 2},
     "zero3": {"dp": 2, "zero": 3, "micro_batch": 2},
     "recompute": {"recompute": "full"},
+    "one micro-batch": {"dp": 2, "zero": 1, "micro_batch": 4},
 }
 ALL = tuple(PLANS)
 WITHOUT_PP = tuple(name for name in PLANS if name != "pp2")

@@ -1,4 +1,4 @@
-"""Softmax over the samples of the batch, logits [b, b]: one replica and one micro-batch."""
+"""Softmax over the samples of the batch, logits [b, b]: one micro-batch, samples gathered over the replicas."""
 
 from __future__ import annotations
 
@@ -79,17 +79,17 @@ class BothSides(nn.Module):
         return F.cross_entropy(one @ other.t(), _places(one))
 
 
-_ONE_REPLICA = ("as pinned", "tp2", "pp2", "recompute")
+_ONE_MICRO_BATCH = ("as pinned", "tp2", "pp2", "recompute", "one micro-batch")
 _PINS = {"dp": 1, "tp": 2, "sequence_parallel": False}
 CASES = (
-    Case("two towers", TwoTowers, {"left": ids(), "right": ids()}, _PINS, _ONE_REPLICA),
+    Case("two towers", TwoTowers, {"left": ids(), "right": ids()}, _PINS, _ONE_MICRO_BATCH),
     Case(
         "simcse",
         SimCSE,
         {"input_ids": ids(), "other_ids": ids(), "labels": torch.zeros(2).long()},
-        plans=_ONE_REPLICA,
+        plans=_ONE_MICRO_BATCH,
     ),
-    Case("two views", TwoViews, {"input_ids": ids(), "labels": ids()}, plans=_ONE_REPLICA),
-    Case("both sides", BothSides, {"left": ids(), "right": ids()}, plans=_ONE_REPLICA),
-    Case("clip", Clip, {"input_ids": ids(), "pixel_values": torch.zeros(2, 3, 8, 8)}, plans=_ONE_REPLICA),
+    Case("two views", TwoViews, {"input_ids": ids(), "labels": ids()}, plans=_ONE_MICRO_BATCH),
+    Case("both sides", BothSides, {"left": ids(), "right": ids()}, plans=_ONE_MICRO_BATCH),
+    Case("clip", Clip, {"input_ids": ids(), "pixel_values": torch.zeros(2, 3, 8, 8)}, plans=_ONE_MICRO_BATCH),
 )

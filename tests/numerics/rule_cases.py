@@ -11,11 +11,22 @@ from torch import Tensor, fx
 
 from autopar.ir.build import is_continuous
 from autopar.ir.custom import EXPERTS
-from autopar.ir.graph import MODEL, Block, Call, NodeInfo, Program, Role, info, node_inputs, set_info, update_info
+from autopar.ir.graph import (
+    MODEL,
+    Block,
+    Call,
+    NodeInfo,
+    Program,
+    Role,
+    info,
+    node_inputs,
+    set_info,
+    set_strategy,
+)
 from autopar.passes.insert_conversions import InsertConversions
 from autopar.placement import Strategy
 from autopar.plan.plan import Plan
-from autopar.rules import Axis, rule_of, strategies
+from autopar.rules import Axis, TensorAxis, rule_of, strategies
 from autopar.rules.verify import Level, verify
 from autopar.runtime.choices import Mesh
 from tests.numerics.spmd import (
@@ -116,7 +127,7 @@ def _fill(args: Any, operands: Any) -> tuple[Any, ...]:
 
 def check(target: Any, case: Case, size: int) -> None:
     """Run one call under each of its strategies on `size` ranks; AssertionError names the strategy."""
-    axis = Axis("tp", size, sequence=True, batch=True)
+    axis = TensorAxis(size, sequence=True)
     program, tensors, result = _program(target, case)
     node = program.blocks[MODEL].ops[0]
     for strategy in strategies(node, rule_of(node), axis):
@@ -129,12 +140,12 @@ def check(target: Any, case: Case, size: int) -> None:
 def _check_strategy(program: Program, strategy: Strategy, tensors: list[Tensor], result: Tensor, axis: Axis) -> None:
     program = program.copy_blocks()
     node = program.blocks[MODEL].ops[0]
-    update_info(node, strategy=strategy)
+    set_strategy(node, strategy)
     for operand, placement in zip(node_inputs(node), strategy.inputs, strict=True):
-        update_info(operand, strategy=Strategy((), placement))
+        set_strategy(operand, Strategy((), placement))
     plan = Plan.of(Mesh(tp=axis.size), 1, 1, 1, ((0, 1),))
     program = InsertConversions().apply(program, plan)
-    verify(program, Level.CONVERTED, axis)
+    verify(program, Level.CONVERTED, [axis])
     block = program.blocks[MODEL]
     held = {
         placeholder: [

@@ -16,7 +16,7 @@ from autopar.compile.compiler import compile_program, prepare
 from autopar.ir.graph import B, Program, S, info, node_inputs
 from autopar.placement import Shard
 from autopar.plan.plan import Plan, Solution
-from autopar.rules import Axis
+from autopar.rules import TensorAxis
 from autopar.runtime.choices import Mesh
 from autopar.search.intra_op import solve
 from autopar.search.layouts import FREE, MEGATRON, MEGATRON_SP, Layout
@@ -127,7 +127,7 @@ def traced(spelling: str, transposed: bool) -> tuple[nn.Module, Program, dict[st
 
 
 def compiled(program: Program, layout: Layout, tp: int) -> Program:
-    axis = Axis("tp", tp, sequence=layout.sequence, values=VALUES)
+    axis = TensorAxis(tp, VALUES, layout.sequence)
     solution: Solution = solve(program, axis, RandomCosts(0), layout)
     plan = Plan.of(Mesh(tp=tp), BATCH, BATCH, TOKENS, ((0, 2),), precision="fp64", solution=solution)
     return compile_program(program, plan)

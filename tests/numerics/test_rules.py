@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from autopar.placement import REPLICATE, Kind
-from autopar.rules import RULES, Axis, rule_of, strategies
+from autopar.rules import RULES, TensorAxis, rule_of, strategies
 from tests.numerics import loss_cases, op_cases, rule_cases
 from tests.numerics.rule_cases import Case, Operand, check, node_of
 
@@ -52,7 +52,7 @@ def test_every_rule_is_tried_in_pieces(target: Any) -> None:
 
 def _strategies(target: Any, case: Case, size: int) -> list[Any]:
     node = node_of(target, case)
-    return strategies(node, rule_of(node), Axis("tp", size, sequence=True, batch=True))
+    return strategies(node, rule_of(node), TensorAxis(size, sequence=True))
 
 
 # --------------------------------------------------------------------------------
@@ -129,5 +129,5 @@ def test_a_sum_of_a_partial_and_a_whole_value_is_not_offered() -> None:
 
 def test_an_op_without_a_rule_stays_whole() -> None:
     node = node_of(aten.cdist.default, Case((Operand((4, 6)), Operand((4, 6)))))
-    assert {p for s in strategies(node, rule_of(node), Axis("tp", 2)) for p in s.inputs if p.is_shard} == set()
-    assert strategies(node, rule_of(node), Axis("tp", 2))[0].output == REPLICATE
+    assert {p for s in strategies(node, rule_of(node), TensorAxis(2)) for p in s.inputs if p.is_shard} == set()
+    assert strategies(node, rule_of(node), TensorAxis(2))[0].output == REPLICATE

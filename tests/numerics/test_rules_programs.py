@@ -16,7 +16,7 @@ from autopar.compile.compiler import compile_program
 from autopar.ir.graph import B, Program, S
 from autopar.placement import CONVERSIONS
 from autopar.plan.plan import Plan, Solution
-from autopar.rules import Axis
+from autopar.rules import TensorAxis
 from autopar.runtime.choices import Mesh
 from autopar.runtime.precision import raise_float32
 from autopar.search.intra_op import solve
@@ -32,7 +32,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Program]]] = {"gpt": gpt, "llama
 
 
 def _solution(program: Program, tp: int, layout: Layout, seed: int) -> Solution:
-    return solve(program, Axis("tp", tp, sequence=layout.sequence, values=VALUES), RandomCosts(seed), layout)
+    return solve(program, TensorAxis(tp, VALUES, layout.sequence), RandomCosts(seed), layout)
 
 
 def _compiled(program: Program, solution: Solution) -> Program:

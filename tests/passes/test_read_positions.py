@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from autopar.ir.graph import MODEL, B, S, node_inputs, update_info
+from autopar.ir.graph import MODEL, B, S, node_inputs, set_strategy
 from autopar.passes.read_positions import ReadPositions
 from autopar.placement import REPLICATE, Strategy
 from tests.numerics.spmd import run_block
@@ -97,7 +97,7 @@ def test_the_values_stay(text: str) -> None:
     for program in (read(text), ReadPositions().apply(read(text), None)):
         block = program.blocks[MODEL]
         for node in block.ops:
-            update_info(node, strategy=Strategy((REPLICATE,) * len(node_inputs(node)), REPLICATE))
+            set_strategy(node, Strategy((REPLICATE,) * len(node_inputs(node)), REPLICATE))
         held = {node: [given[node.name]] for node in block.placeholders()}
         results.append(run_block(block, held, 1, {B: b, S: s})[0][0])
     assert torch.equal(results[0], results[1])

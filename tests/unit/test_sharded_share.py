@@ -19,7 +19,7 @@ from autopar.cost_models.describe import describe
 from autopar.cost_models.hardware import gpu
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import B, S
-from autopar.rules import Axis
+from autopar.rules import TensorAxis
 from autopar.search.intra_op import solve
 from autopar.search.layouts import LAYOUTS, MEGATRON_SP, Layout
 from autopar.search.op_costs import TimeCosts
@@ -146,6 +146,6 @@ def _check(model: nn.Module) -> None:
 def sharded_fraction(program: Any, layout: Layout) -> float:
     # As many tokens for images, else replicating is faster than communicating.
     values = VALUES if any(S in tensor.shape for tensor in program.inputs.values()) else {B: 64, S: 1}
-    axis = Axis("tp", 4, sequence=layout.sequence, values=values)
+    axis = TensorAxis(4, values, layout.sequence)
     solution = solve(program, axis, TimeCosts(gpu("h100-sxm-80gb"), "bf16", 4, values), layout)
     return describe(program, solution, values).sharded_fraction

@@ -17,7 +17,7 @@ from autopar.emit.source import model_source
 from autopar.ir.graph import B, Program, S
 from autopar.plan.plan import Plan, Solution
 from autopar.plan.recompute import Again
-from autopar.rules import Axis
+from autopar.rules import TensorAxis
 from autopar.runtime.choices import Mesh
 from autopar.search.intra_op import solve
 from autopar.search.layouts import MEGATRON, MEGATRON_SP, RING, Layout, context_axis, replicated
@@ -127,7 +127,7 @@ def _solution(program: Program, tp: int, layout: Layout) -> Solution:
     # Of a size at which splitting the work pays: the layout is then the one it is named for.
     tokens = any(S in tensor.shape for tensor in program.inputs.values())
     values = {B: 4, S: 4096} if tokens else {B: 64, S: 1}
-    axis = Axis("tp", tp, sequence=layout.sequence, values=values)
+    axis = TensorAxis(tp, values, layout.sequence)
     return solve(program, axis, TimeCosts(gpu("h100-sxm-80gb"), "bf16", tp, values), layout)
 
 

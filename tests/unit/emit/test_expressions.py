@@ -105,5 +105,5 @@ def written_dropout(train: bool) -> str:
     graph = fx.Graph()
     x = set_info(graph.placeholder("x"), NodeInfo((), torch.float64))
     node = graph.call_function(aten.dropout.default, (x, 0.5, train))
-    set_info(node, NodeInfo((), torch.float64, strategy=Strategy((REPLICATE,), REPLICATE)))
+    set_info(node, NodeInfo((), torch.float64, strategies={"tp": Strategy((REPLICATE,), REPLICATE)}))
     return expression(node, lambda n: Text(n.name), "x.device", "self.training").source

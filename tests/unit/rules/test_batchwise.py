@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from autopar.ir.graph import MODEL
-from autopar.rules import Axis, has_rule, is_known, rule_of, strategies
+from autopar.rules import DataAxis, TensorAxis, has_rule, is_known, rule_of, strategies
 from autopar.rules.batchwise import is_batchwise
 from tests.passes.programs import read
 
-DATA = Axis("data", 2, batch=True, model=False)
+DATA = DataAxis()
 
 
 def op(text: str) -> Any:
@@ -28,7 +28,7 @@ def test_what_reads_each_sample_by_itself_passes_the_batch(line: str) -> None:
     node = op(line)
     assert not is_known(node) and has_rule(node)
     assert "S(0)" in {str(s.output) for s in strategies(node, rule_of(node), DATA)}
-    assert not any(s.output.is_shard for s in strategies(node, rule_of(node), Axis("tp", 2, sequence=True)))
+    assert not any(s.output.is_shard for s in strategies(node, rule_of(node), TensorAxis(2, sequence=True)))
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,13 @@ from torch import fx
 from autopar.ir.graph import B, NodeInfo, Program, Role, S, set_info
 from autopar.ir.ops import COLLECTIVES, convert
 from autopar.placement import GRAD_PARTIAL, PARTIAL, REPLICATE, Shard, Strategy
-from autopar.rules import Axis, rule_of, strategies
-from autopar.search.layouts import context_axis
+from autopar.rules import Axis, ContextAxis, TensorAxis, rule_of, strategies
+from autopar.rules.attention import context_axis
 
 aten = torch.ops.aten
 VALUES = {B: 2, S: 8}
 NOTHING = Program("Model", {}, (), {}, {}, {})  # without a causal attention: no zigzag
-TP = Axis("tp", 2, sequence=True, values=VALUES)
+TP = TensorAxis(2, VALUES, True)
 
 
 def op(target: Any, source: tuple[Any, ...], result: tuple[Any, ...], *arguments: Any, **kwargs: Any) -> fx.Node:
@@ -63,7 +63,7 @@ def test_rows_are_cut_by_their_sequence_on_cp_alone() -> None:
 
 
 def test_parts_of_a_zigzag_are_halves_of_a_rank() -> None:
-    cp = Axis("cp", 2, sequence=True, model=False, context=True, parts=4, values=VALUES)
+    cp = ContextAxis(2, VALUES, parts=4)
     assert cp.offers([S]) and cp.even(S)
     assert not cp.offers([S + 2]) and not cp.even(S + 2)  # 10 rows in 4 chunks
     assert not cp.offers([sympy.Integer(2), 2 * S])  # a dim of 2 that is joined with the sequence is no sequence
@@ -84,7 +84,7 @@ def test_one_head_for_several_ranks_is_for_tp_alone() -> None:
     """On cp nothing in the emitted program would take the head that a rank's queries read."""
     one_head = Strategy((Shard(1), GRAD_PARTIAL, GRAD_PARTIAL), Shard(1))
     node, cp = attention(8, 2), context_axis(NOTHING, 4, VALUES, "ulysses", 1)
-    assert one_head in strategies(node, rule_of(node), Axis("tp", 4, values=VALUES))
+    assert one_head in strategies(node, rule_of(node), TensorAxis(4, VALUES))
     assert one_head not in strategies(node, rule_of(node), cp)
 
 

@@ -16,7 +16,9 @@ from autopar.ir.build import replace_node
 from autopar.ir.graph import Program, node_inputs
 from autopar.ir.ops import COLLECTIVES, is_collective
 from autopar.plan.plan import Plan
-from autopar.rules.data_axis import check_data_axis, data_types
+from autopar.rules import DataAxis
+from autopar.rules.spread import data_types
+from autopar.rules.verify import Level, verify
 from autopar.runtime.choices import Mesh
 from tests.models import gpt, layered, llama
 
@@ -126,8 +128,8 @@ def _line(model: type[nn.Module]) -> str:
     return f"test_data_axis.py:{first + len(lines) - 1}"
 
 
-@pytest.mark.parametrize("model", [_Contrast, _SoftmaxOverSamples, _Flipped, _ByFrequency, _Interleaved])
-def test_what_couples_samples_leaves_one_micro_batch_on_one_replica(model: type[_Plain]) -> None:
+@pytest.mark.parametrize("model", [_Interleaved])
+def test_what_no_gather_mends_leaves_one_micro_batch_on_one_replica(model: type[_Plain]) -> None:
     """The last line of each forward: over parts of a batch it would not add up to what it is of the whole."""
     coupling = data_types(_traced(model())).coupling
     assert coupling is not None and not coupling.replicas
@@ -135,8 +137,8 @@ def test_what_couples_samples_leaves_one_micro_batch_on_one_replica(model: type[
     assert f"{_line(model)})" in coupling.detail and "    > " in coupling.detail, "the graph around it"
 
 
-@pytest.mark.parametrize("model", [_Centred, _Root])
-def test_numbers_of_the_whole_batch_allow_replicas_but_no_micro_batches(model: type[_Plain]) -> None:
+@pytest.mark.parametrize("model", [_Centred, _Root, _Contrast, _SoftmaxOverSamples, _Flipped, _ByFrequency])
+def test_numbers_and_samples_of_the_whole_batch_allow_replicas_but_no_micro_batches(model: type[_Plain]) -> None:
     coupling = data_types(_traced(model())).coupling
     assert coupling is not None and coupling.replicas
     assert (
@@ -160,7 +162,7 @@ def _plan(dp: int = 1, micro_batch: int = 4) -> Plan:
 
 
 def test_a_plan_that_would_change_the_model_is_refused_with_the_way_out() -> None:
-    program = _traced(_Contrast())
+    program = _traced(_Interleaved())
     compile_program(program, _plan())
     for plan in (_plan(micro_batch=2), _plan(dp=2, micro_batch=2)):
         with pytest.raises(PlanError, match=r"couples samples(.|\n)*use dp=1, micro_batch=global_batch"):
@@ -172,7 +174,7 @@ def test_a_plan_that_would_change_the_model_is_refused_with_the_way_out() -> Non
 @pytest.mark.parametrize("wrong", ["missing", "grad_from_first", "all_reduce_both"])
 def test_a_missing_or_wrong_conversion_over_dp_is_an_error(wrong: str) -> None:
     program = compile_program(_traced(_Root()), _plan(dp=2, micro_batch=2))
-    check_data_axis(program)
+    verify(program, Level.LOWERED, [DataAxis()])
     found = [n for _, n in program.each_op() if is_collective(n.target) and n.kwargs["axis"] == "dp"]
     assert [n.target.__name__ for n in found] == ["all_reduce", "value_from_first"]  # type: ignore[union-attr]
     if wrong == "missing":
@@ -180,4 +182,4 @@ def test_a_missing_or_wrong_conversion_over_dp_is_an_error(wrong: str) -> None:
     else:
         found[0].target = COLLECTIVES[wrong]
     with pytest.raises(TypeCheckError):
-        check_data_axis(program)
+        verify(program, Level.LOWERED, [DataAxis()])

@@ -12,8 +12,8 @@ from torch import fx
 from autopar.ir.custom import OPAQUE
 from autopar.ir.graph import B, NodeInfo, Role, S, Shape, set_info
 from autopar.placement import GRAD_PARTIAL, REPLICATE, Shard, Strategy
-from autopar.rules import Axis, rule_of, strategies
-from autopar.rules.data_axis import AXIS
+from autopar.rules import TensorAxis, rule_of, strategies
+from autopar.rules.spread import AXIS
 
 HIDDEN: Shape = (B, S, sympy.Integer(8))
 
@@ -33,7 +33,7 @@ def call(samples: bool) -> tuple[fx.Node, fx.Node]:
 @pytest.mark.parametrize("samples", [True, False])
 @pytest.mark.parametrize("sequence", [True, False])
 def test_on_tp_it_is_whole_and_so_are_its_gradients(samples: bool, sequence: bool) -> None:
-    axis = Axis("tp", 2, sequence=sequence, values={B: 4, S: 16})
+    axis = TensorAxis(2, {B: 4, S: 16}, sequence)
     for node in call(samples):
         (only,) = strategies(node, rule_of(node), axis)
         assert only == Strategy((REPLICATE,) * len(only.inputs), REPLICATE)

@@ -11,12 +11,12 @@ from torch import fx
 from autopar.cost_models.hardware import gpu
 from autopar.errors import TypeCheckError
 from autopar.ir.build import replace_node
-from autopar.ir.graph import B, Block, Program, Role, S, info, node_inputs, update_info
+from autopar.ir.graph import B, Block, Program, Role, S, info, node_inputs, set_strategy, update_info
 from autopar.ir.ops import COLLECTIVES, convert
 from autopar.passes import PASSES
 from autopar.placement import GRAD_PARTIAL, PARTIAL, REPLICATE, Shard, Strategy
 from autopar.plan.plan import Plan
-from autopar.rules import Axis
+from autopar.rules import Axis, TensorAxis
 from autopar.rules.verify import Level, verify
 from autopar.runtime.choices import Mesh
 from autopar.search.intra_op import solve
@@ -30,14 +30,14 @@ VALUES = {B: 2, S: 16}
 def _program(layout: Layout, until: str) -> tuple[Program, Axis]:
     """The small GPT on 2 ranks after the passes up to `until`."""
     program = gpt()[1]
-    axis = Axis("tp", 2, sequence=layout.sequence, values=VALUES)
+    axis = TensorAxis(2, VALUES, layout.sequence)
     solution = solve(program, axis, TimeCosts(gpu("h100-sxm-80gb"), "bf16", 2, VALUES), layout)
     plan = Plan.of(Mesh(tp=2), 2, 2, 16, ((0, 3),), precision="fp64", solution=solution)
     for step in PASSES:
         program = step.apply(program, plan)
         if step.name == until:
             break
-    verify(program, step.leaves, axis)
+    verify(program, step.leaves, [axis])
     return program, axis
 
 
@@ -52,7 +52,7 @@ def _operand(block: Block, name: str, place: int = 0) -> fx.Node:
 
 def _assert_refused(program: Program, axis: Axis, match: str, level: Level = Level.CONVERTED) -> None:
     with pytest.raises(TypeCheckError, match=match):
-        verify(program, level, axis)
+        verify(program, level, [axis])
 
 
 @pytest.mark.parametrize("until", ["insert_conversions", "lower_conversions"])
@@ -107,7 +107,7 @@ def test_a_collective_along_a_wrong_dim() -> None:
 )  # fmt: skip
 def test_a_typing_that_no_rule_has(layout: Layout, node: str, strategy: str, why: str) -> None:
     program, axis = _program(layout, "shard_parameters")
-    update_info(_node(program.blocks["Block"], node), strategy=Strategy.parse(strategy))
+    set_strategy(_node(program.blocks["Block"], node), Strategy.parse(strategy))
     _assert_refused(program, axis, "is no strategy of its rule", level=Level.TYPED)
 
 
@@ -115,9 +115,9 @@ def test_a_plain_tensor_meets_a_sharded_one() -> None:
     """S9: a weight left whole that its reader takes as a shard; a node that nothing typed."""
     program, axis = _program(MEGATRON, "insert_conversions")
     weight = _node(program.blocks["Block"], "mlp_c_fc_weight")
-    update_info(weight, strategy=Strategy((), REPLICATE))
+    set_strategy(weight, Strategy((), REPLICATE))
     _assert_refused(program, axis, "c_fc .*a conversion is missing")
-    update_info(weight, strategy=None)
+    update_info(weight, strategies={})
     _assert_refused(program, axis, "mlp_c_fc_weight.* has no placement")
 
 
@@ -126,7 +126,7 @@ def test_a_norm_weight_without_its_sum_over_the_sequence() -> None:
     program, axis = _program(MEGATRON_SP, "insert_conversions")
     weight = _operand(program.blocks["Block"], "ln_1", 1)
     assert info(weight).placement == GRAD_PARTIAL
-    update_info(weight, strategy=Strategy((), REPLICATE))
+    set_strategy(weight, Strategy((), REPLICATE))
     _assert_refused(program, axis, r"ln_1 .*wants \(S\(1\), Rp, Rp -> S\(1\)\) but reads \(S\(1\), R, Rp\)")
 
 
@@ -136,9 +136,9 @@ def test_values_that_blocks_pass_have_one_placement() -> None:
     (value,) = block.placeholders(Role.VALUE)
     with block.graph.inserting_before(block.ops[0]):
         split = block.graph.call_function(convert, (value, "R", "S(1)", "tp"))
-    split.meta["autopar"] = replace(info(value), role=Role.CONVERT, strategy=Strategy((REPLICATE,), Shard(1)))
+    split.meta["autopar"] = info(value).made(role=Role.CONVERT).typed(Strategy((REPLICATE,), Shard(1)))
     value.replace_all_uses_with(split, delete_user_cb=lambda user: user is not split)
-    update_info(value, strategy=Strategy((), REPLICATE))
+    set_strategy(value, Strategy((), REPLICATE))
     _assert_refused(program, axis, r"leaves as S\(1\) but epilogue takes R")
 
 
@@ -153,9 +153,9 @@ def test_values_that_blocks_pass_have_one_placement() -> None:
 def test_what_enters_a_block(block: str, node: str, placement: Any, match: str) -> None:
     """An edited plan.yaml may say anything."""
     program, axis = _program(MEGATRON, "shard_parameters")
-    update_info(_node(program.blocks[block], node), strategy=Strategy((), placement))
+    set_strategy(_node(program.blocks[block], node), Strategy((), placement))
     with pytest.raises(TypeCheckError, match=match):
-        verify(program, Level.TYPED, axis)
+        verify(program, Level.TYPED, [axis])
 
 
 def test_a_collective_along_an_uneven_dim() -> None:
@@ -165,16 +165,16 @@ def test_a_collective_along_an_uneven_dim() -> None:
     loss = _node(program.blocks["epilogue"], "root_cross_entropy_loss")
     with program.blocks["epilogue"].graph.inserting_before(loss):
         gathered = program.blocks["epilogue"].graph.call_function(COLLECTIVES["gather"], (head, 1), {"axis": "tp"})
-    gathered.meta["autopar"] = replace(info(head), role=Role.CONVERT, strategy=Strategy((Shard(1),), REPLICATE))
+    gathered.meta["autopar"] = info(head).made(role=Role.CONVERT).typed(Strategy((Shard(1),), REPLICATE))
     loss.replace_input_with(head, gathered)
     _assert_refused(program, axis, "97 is not divisible by tp=2")
 
 
 def test_the_message_names_block_line_and_neighbours() -> None:
     program, axis = _program(MEGATRON, "shard_parameters")
-    update_info(_node(program.blocks["Block"], "root_add"), strategy=Strategy.parse("P, R -> P"))
+    set_strategy(_node(program.blocks["Block"], "root_add"), Strategy.parse("P, R -> P"))
     with pytest.raises(TypeCheckError) as error:
-        verify(program, Level.TYPED, axis)
+        verify(program, Level.TYPED, [axis])
     message = str(error.value)
     assert message.startswith("Block.root_add (")
     assert "examples/gpt.py:" in message

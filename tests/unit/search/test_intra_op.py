@@ -16,7 +16,7 @@ from autopar.errors import InfeasibleError
 from autopar.ir.graph import B, Block, Call, NodeInfo, Program, Role, S, info, node_inputs, set_info
 from autopar.placement import GRAD_PARTIAL, PARTIAL, REPLICATE, Placement, Shard, Strategy, conversion
 from autopar.plan.plan import Solution
-from autopar.rules import Axis, rule_of, strategies
+from autopar.rules import TensorAxis, rule_of, strategies
 from autopar.search.intra_op import solve
 from autopar.search.layouts import FREE, MEGATRON, MEGATRON_SP, Layout
 from autopar.search.op_costs import Costs, TimeCosts
@@ -24,7 +24,7 @@ from tests.models import RandomCosts, gpt, llama
 
 aten = torch.ops.aten
 BF16 = torch.bfloat16
-AXIS = Axis("tp", 2, sequence=True, values={B: 2, S: 8})
+AXIS = TensorAxis(2, {B: 2, S: 8}, True)
 TIME = TimeCosts(gpu("h100-sxm-80gb"), "bf16", 2, {B: 2, S: 8})
 
 
@@ -206,7 +206,7 @@ def test_a_conversion_is_paid_once_however_many_read_it() -> None:
     a, b, c = (g.linear(g.x, name, 8) for name in "abc")
     total = g.op(aten.add.Tensor, g.op(aten.add.Tensor, a, b, width=8), c, width=8)
     program = g.program(g.linear(total, "down"))
-    solution = solve(program, AXIS, Table(), Layout("sequence", True, Shard(1), False))
+    solution = solve(program, AXIS, Table(), Layout("sequence", True, Shard(1), None))
     assert objective(program, solution, Table()) == pytest.approx(2 * (0.3 + 0.3))
 
 
@@ -235,7 +235,7 @@ def _wide_llama(**changes: Any) -> Program:
 def _solve(program: Program, layout: Layout, tp: int = 4) -> tuple[Solution, TimeCosts]:
     values = {B: 1, S: 4096}
     costs = TimeCosts(gpu("h100-sxm-80gb"), "bf16", tp, values)
-    axis = Axis("tp", tp, sequence=layout.sequence, values=values)
+    axis = TensorAxis(tp, values, layout.sequence)
     return solve(program, axis, costs, layout), costs
 
 
