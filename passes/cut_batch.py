@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import sympy
+import torch
 from torch import fx
 
 from autopar.errors import PlanError
@@ -16,6 +17,8 @@ from autopar.rules.verify import Level
 from autopar.rules.where import where
 
 from .insert_conversions import SIZED, localise
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -39,16 +42,24 @@ class CutBatch:
         program = program.copy_blocks()
         for block in program.blocks.values():
             for node in block.nodes if program.count(block.name) else ():
-                placement = info(node).placement_on(AXIS.name)
-                if node.target in SIZED:
-                    localise(node, AXIS.name, ranks)
-                elif placement is not None and placement.is_shard and _names_batch(node) and not reads_batch_size(node):
-                    raise PlanError(
-                        f"dp={ranks}: {node.target} at {where(node)} makes samples of a batch of which others are "
-                        "gathered over the replicas: use dp=1"
-                    )
-                cut_sizes(node, B, AXIS.name, ranks)
+                _cut(node, ranks)
         return program
+
+
+def _cut(node: fx.Node, ranks: int) -> None:
+    placement = info(node).placement_on(AXIS.name)
+    sharded = placement is not None and placement.is_shard
+    arguments = node.args, node.kwargs
+    if node.target in SIZED:
+        localise(node, AXIS.name, ranks)
+    elif sharded and node.target is not aten.slice.Tensor and _names_batch(node) and not reads_batch_size(node):
+        raise PlanError(
+            f"dp={ranks}: {node.target} at {where(node)} makes samples of a batch of which others are gathered over "
+            "the replicas: use dp=1"
+        )
+    cut_sizes(node, B, AXIS.name, ranks)
+    if sharded and node.target is aten.slice.Tensor:  # whole runs of rows: in each of them b is a replica's
+        node.args, node.kwargs = arguments
 
 
 def cut_sizes(node: fx.Node, size: sympy.Symbol, axis: str, ranks: int) -> None:

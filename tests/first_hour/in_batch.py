@@ -89,7 +89,7 @@ CASES = (
         {"input_ids": ids(), "other_ids": ids(), "labels": torch.zeros(2).long()},
         plans=_ONE_MICRO_BATCH,
     ),
-    Case("two views", TwoViews, {"input_ids": ids(), "labels": ids()}, plans=_ONE_MICRO_BATCH),
+    Case("two views", TwoViews, {"input_ids": ids(), "labels": ids()}),
     Case("both sides", BothSides, {"left": ids(), "right": ids()}, plans=_ONE_MICRO_BATCH),
     Case("clip", Clip, {"input_ids": ids(), "pixel_values": torch.zeros(2, 3, 8, 8)}, plans=_ONE_MICRO_BATCH),
 )

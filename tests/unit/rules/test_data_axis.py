@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
+import sympy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,12 +17,15 @@ from autopar.errors import PlanError, TypeCheckError
 from autopar.ir.build import replace_node
 from autopar.ir.graph import Program, node_inputs
 from autopar.ir.ops import COLLECTIVES, is_collective
+from autopar.placement import Shard
 from autopar.plan.plan import Plan
 from autopar.rules import DataAxis
+from autopar.rules.rows import moved_rows
 from autopar.rules.spread import data_types
 from autopar.rules.verify import Level, verify
 from autopar.runtime.choices import Mesh
 from tests.models import gpt, layered, llama
+from tests.passes.programs import read
 
 
 class _Plain(nn.Module):
@@ -183,3 +188,15 @@ def test_a_missing_or_wrong_conversion_over_dp_is_an_error(wrong: str) -> None:
         found[0].target = COLLECTIVES[wrong]
     with pytest.raises(TypeCheckError):
         verify(program, Level.LOWERED, [DataAxis()])
+
+
+@pytest.mark.parametrize(
+    ("cut", "runs"),
+    [("0, b", "1"), ("b, 3*b", "2"), ("b", "2"), ("0, b, 2", ""), ("0, -1", ""), ("0, 1", ""), ("0, 2*b", "2")],
+)
+def test_a_slice_of_whole_runs_of_a_batch_keeps_its_samples(cut: str, runs: str) -> None:
+    """x is [3·b, 8] in three runs of b rows on each part of a batch."""
+    text = f"block model:\n  x: [3*b, 8] = value 0\n  y: [b, 8] = slice.Tensor(x, 0, {cut})\n  return y"
+    (node,) = read(text).blocks["model"].ops
+    strategy = moved_rows(node, (replace(Shard(0), runs=sympy.Integer(3)),))
+    assert ("" if strategy is None else str(strategy.output.runs)) == runs
