@@ -38,7 +38,11 @@ def _values_time_s(price: ModelPrice, shape: StageShape, setting: Setting) -> fl
     """Seconds of what forward and backward of a micro-batch exchange over dp: values of the whole batch."""
     group = axis_group(setting.mesh, "dp", setting.hardware.gpus_per_node)
     blocks = [(block, count) for block, count, _ in stage_blocks(price, shape) if group.ranks > 1]
-    return sum(n * collective_time_s(c, size, group, setting.hardware) for block, n in blocks for c, size in block.data)
+    return sum(
+        n * collective_time_s(kind, size if kind == "all_reduce" else size * group.ranks, group, setting.hardware)
+        for block, n in blocks
+        for kind, size in block.data  # of one replica: samples that are gathered are those of all
+    )
 
 
 def _gradient_time(price: ModelPrice, shape: StageShape, setting: Setting) -> DataTime:

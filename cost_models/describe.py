@@ -137,7 +137,7 @@ def describe(
 
 
 def _data_transfers(block: Block, types: DataTypes) -> tuple[Transfer, ...]:
-    """What `insert_data_conversions` will insert, each conversion once, and the statistics of batch norms."""
+    """The collectives of the conversions over dp, each once, and of the statistics of batch norms."""
     if types.coupling is not None and not types.coupling.replicas:
         return ()
     wanted = [

@@ -146,9 +146,9 @@ def localise(node: fx.Node, axis: str, ranks: int) -> None:
     facts, position, placement = info(node), SIZED[node.target], _placement(node, axis)
     if not placement.is_shard or not node_inputs(node) and position:
         return
-    shape: list[Any] = list(facts.shape)
+    shape: list[Any] = list(arguments(node)[position])  # another axis may have divided another dim
     dim = placement.dim
-    size = shape[dim]
+    size = facts.shape[dim]
     even = size.free_symbols or int(size) % ranks == 0
     shape[dim] = size / ranks if even else sympy.Integer(-1)
     node.update_arg(position, shape)

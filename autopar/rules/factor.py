@@ -76,10 +76,12 @@ def strategies(node: fx.Node, rule: Rule, axis: Axis, reading: tuple[Placement, 
         inputs, output = rule.dims_on[axis.name]
         rule = replace(rule, inputs=inputs, output=output)
     if rule.only:
-        return [o for o in rule.only if axis.offers([n.shape[o.output.dim] for n in (*operands, result)], uneven=False)]
-    candidates = dict.fromkeys(_candidates(operands, result, rule, axis))
-    sensible = [s for s in candidates if _sensible(s, operands, result)]
-    return axis.adapted(node, sensible, reading)
+        sizes = {strategy: [n.shape[strategy.output.dim] for n in (*operands, result)] for strategy in rule.only}
+        options = [strategy for strategy in rule.only if axis.offers(sizes[strategy], uneven=False)]
+    else:
+        candidates = dict.fromkeys(_candidates(operands, result, rule, axis))
+        options = [s for s in candidates if _sensible(s, operands, result)]
+    return axis.adapted(node, options, reading)
 
 
 def _candidates(operands: list[NodeInfo], result: NodeInfo, rule: Rule, axis: Axis) -> Iterator[Strategy]:

@@ -27,7 +27,7 @@ def _norm(node: fx.Node) -> Rule:
 
 def _batch_norm(node: fx.Node) -> Rule:
     """`x[b c *d] w[c] -> y[b c *d]`, unless it takes its statistics from its samples: whole then, also the channels,
-    for each rank updates the running statistics. (On dp the op itself sums them: see data_axis.)"""
+    for each rank updates the running statistics. (On dp the op itself sums them: see `is_batch_statistic`.)"""
     x, *others = node_inputs(node)
     rank = len(info(x).shape)
     dims = tuple("c" if i == 1 else f"d{i}" for i in range(rank))
