@@ -18,9 +18,10 @@ from autopar.ir.graph import B, Program, S
 from autopar.plan.plan import Plan, Solution
 from autopar.plan.recompute import Again
 from autopar.rules import TensorAxis
+from autopar.rules.attention import context_axis
 from autopar.runtime.choices import Mesh
 from autopar.search.intra_op import solve
-from autopar.search.layouts import MEGATRON, MEGATRON_SP, RING, Layout, context_axis, replicated
+from autopar.search.layouts import MEGATRON, MEGATRON_SP, RING, Layout, replicated
 from autopar.search.op_costs import TimeCosts
 from autopar.trace.huggingface import default_inputs
 from tests import models, zoo
