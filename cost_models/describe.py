@@ -38,7 +38,6 @@ from autopar.ir.graph import (
     is_count,
     node_inputs,
     set_strategy,
-    typed_strategy,
 )
 from autopar.ir.heads import find_heads, why_no_head, with_chunks
 from autopar.ir.ops import gathered_attention, ring_attention
@@ -163,7 +162,7 @@ def _chunked_epilogue(program: Program, solution: Solution, axis: Axis) -> Layer
     if not find_heads(block):
         return why_no_head(block)
     block = with_chunks(block, CHUNKS)
-    strategies = {n.name: typed_strategy(n) for n in block.nodes}
+    strategies = {n.name: info(n).strategies["tp"] for n in block.nodes}
     return _layer_costs(program, Saved(block, strategies, axis.size, apart(program)[EPILOGUE]), axis)
 
 

@@ -10,11 +10,11 @@ from torch import fx
 
 from autopar.errors import PlanError
 from autopar.ir.chains import chains
-from autopar.ir.graph import AgainRegion, Block, Program, info
+from autopar.ir.graph import Block, Program, info
 from autopar.liveness.regions import Region, find_regions, gathered_order
 from autopar.liveness.saved import Saved
 from autopar.plan.plan import Plan
-from autopar.plan.recompute import Again, by_layer, regions_of
+from autopar.plan.recompute import Again, AgainRegion, by_layer, regions_of
 from autopar.rules.verify import Level
 
 

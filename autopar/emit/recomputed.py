@@ -10,10 +10,10 @@ from typing import Any
 from torch import fx
 
 from ..errors import PlanError
-from ..ir.graph import AgainRegion, Block, Call, Program, Role, info, node_inputs, set_info
+from ..ir.graph import Block, Call, Program, Role, info, node_inputs, set_info
 from ..liveness.regions import gathered_order, is_random
 from ..placement import Strategy
-from ..plan.recompute import LAYER, Again, by_layer, group_of, regions_of
+from ..plan.recompute import LAYER, Again, AgainRegion, by_layer, group_of, regions_of
 from .body import Body
 from .code import Code, Statement, Suite, function, table
 from .emission import Emission, untold_sizes

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from ..placement import Placement, Strategy
-from ..plan.recompute import Again
+from ..plan.recompute import Again, AgainRegion
 from .custom import OpaqueCall
 from .identifiers import COUNTS
 from .lengths import FixedLength
@@ -71,9 +71,8 @@ class NodeInfo:
 
     @property
     def placement(self) -> Placement:
-        """On tp."""
-        assert self.strategy is not None, "the program has not been typed yet"
-        return self.strategy.output
+        """On tp, of a program that is typed there."""
+        return self.strategies["tp"].output
 
     def placement_on(self, axis: str) -> Placement | None:
         """How the value lies on an axis on which it is typed."""
@@ -91,13 +90,6 @@ class NodeInfo:
 def info(node: fx.Node) -> NodeInfo:
     facts: NodeInfo = node.meta[_KEY]
     return facts
-
-
-def typed_strategy(node: fx.Node) -> Strategy:
-    """The strategy of a node of a typed program."""
-    strategy = info(node).strategy
-    assert strategy is not None, "the program has not been typed yet"
-    return strategy
 
 
 def set_info(node: fx.Node, facts: NodeInfo) -> fx.Node:
@@ -213,18 +205,6 @@ class Fused:
 
     parts: tuple[str, ...]
     dim: int
-
-
-@dataclass(frozen=True)
-class AgainRegion:
-    """Ops of a layer class, by node name and in order, that backward computes again as one; the last one is its result.
-
-    always: in each layer of the class.
-    """
-
-    name: str
-    ops: tuple[str, ...]
-    always: bool
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch import fx
 
 from ..placement import Strategy
 from .custom import LINEAR_CROSS_ENTROPY
-from .graph import Block, NodeInfo, arguments, info, node_inputs, set_info, typed_strategy
+from .graph import Block, NodeInfo, arguments, info, node_inputs, set_info
 
 aten = torch.ops.aten
 
@@ -97,7 +97,7 @@ def _head(loss: fx.Node) -> Head | None:
 
 def _alone(node: fx.Node, reader: fx.Node) -> bool:
     """Whether nothing else reads a value, and it is read as it lies."""
-    return len(node.users) == 1 and typed_strategy(reader).inputs[0] == info(node).placement
+    return len(node.users) == 1 and info(reader).strategies["tp"].inputs[0] == info(node).placement
 
 
 def _passes(node: fx.Node, head: Head) -> bool:

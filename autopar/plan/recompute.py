@@ -52,6 +52,18 @@ class Again:
         return range(self.start, self.stop)
 
 
+@dataclass(frozen=True)
+class AgainRegion:
+    """Ops of a layer class, by node name and in order, that backward computes again as one; the last one is its result.
+
+    always: in each layer of the class.
+    """
+
+    name: str
+    ops: tuple[str, ...]
+    always: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class Activations:
     """What of forward is not kept for backward.
