@@ -22,7 +22,6 @@ from autopar.cost_models.layer_costs import CHUNKS, LayerCosts, ModelCosts, OpCo
 from autopar.cost_models.logits import head_costs, logits_cost
 from autopar.cost_models.passed import apart, passed, tables
 from autopar.cost_models.transfers import context_transfers, conversion_transfers, op_transfers, parameter_transfers
-from autopar.ir.chains import chains
 from autopar.ir.custom import LINEAR_CROSS_ENTROPY
 from autopar.ir.graph import (
     EPILOGUE,
@@ -41,6 +40,7 @@ from autopar.ir.graph import (
 )
 from autopar.ir.heads import find_heads, why_no_head, with_chunks
 from autopar.ir.ops import gathered_attention, ring_attention
+from autopar.ir.values import chains
 from autopar.liveness.saved import Saved, local_bytes, numel, tensor_bytes
 from autopar.placement import Placement, Strategy
 from autopar.plan.plan import Solution

@@ -8,49 +8,11 @@ The orders are those of autopar/plan/schedules.py, which are torch's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
-
-import numpy as np
-import numpy.typing as npt
 
 from autopar.plan.schedules import MULTI_STAGE, Op, in_turn, source_of
 
-Array = npt.NDArray[np.float64]
 _STEADY = 8  # rounds after which a step may grow by the same time a round
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """Seconds from the step's start: `end_s[rank]` of the last op, `busy_s[rank]` spent in ops."""
-
-    end_s: Array
-    busy_s: Array
-
-
-def simulate(
-    schedule: str, pp: int, forward_s: Array, backward_s: Array, send_s: Array, weight_s: Array | None = None
-) -> Timeline:
-    """Run the schedule.
-
-    forward_s, backward_s: seconds [stages, micro_batches, ...]; send_s: [stages − 1, ...] from a stage to the next,
-    either way. weight_s: what zero-bubble takes out of backward and runs later. Trailing dims are independent
-    configurations, computed together.
-    """
-    stages, micro_batches = forward_s.shape[:2]
-    later_s = np.zeros_like(forward_s) if weight_s is None else weight_s
-    duration = {"F": forward_s, "B": backward_s, "I": backward_s, "W": later_s}
-    end: dict[Op, Array] = {}
-    clock = [np.zeros(forward_s.shape[2:]) for _ in range(pp)]
-    for op in in_turn(schedule, pp, micro_batches, stages // pp):
-        rank, start = op.stage % pp, clock[op.stage % pp]
-        if source := source_of(op, stages):
-            link = send_s[min(op.stage, source.stage)] if source.stage != op.stage else 0.0
-            start = np.maximum(start, end[source] + link)
-        clock[rank] = start + duration[op.kind][op.stage, op.micro_batch]
-        end[op._replace(kind="B") if op.kind == "I" else op] = clock[rank]
-    busy = (forward_s + backward_s + (later_s if schedule == "zero-bubble" else 0.0)).sum(axis=1)
-    return Timeline(np.stack(clock), np.stack([busy[rank::pp].sum(axis=0) for rank in range(pp)]))
 
 
 def simulate_one(
@@ -65,7 +27,7 @@ def simulate_one(
     first_s: Sequence[float] | None = None,
     weight_s: Sequence[float] | None = None,
 ) -> list[float]:
-    """`Timeline.end_s` where all micro-batches take the same; plain floats, far faster than arrays of one.
+    """Seconds from the step's start to the end of each rank's last op, where all micro-batches take the same.
 
     forward_s, backward_s, weight_s: seconds by stage; first_s: what the first forward of each takes longer. send_s:
     from each stage to the next; back_s: the other way (None: the same).

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from autopar.cost_models.block import PhaseTime
 from autopar.cost_models.compute import StageShape, StageTime
-from autopar.cost_models.data_parallel import DataTime
+from autopar.cost_models.data_parallel import DataTime, Overlap
 from autopar.cost_models.memory import MemoryTerm, total_bytes
-from autopar.cost_models.overlap import Overlap
 
 _RECOMPUTE = "recompute: "  # what begins the name of a term
 # A loss is named in "limited by" from this share of the step on.

@@ -9,8 +9,8 @@ from typing import ClassVar
 from torch import fx
 
 from autopar.errors import PlanError
-from autopar.ir.chains import chains
 from autopar.ir.graph import Block, Program, info
+from autopar.ir.values import chains
 from autopar.liveness.regions import Region, find_regions, gathered_order
 from autopar.liveness.saved import Saved
 from autopar.plan.plan import Plan

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import fx
 
+from ..ir.counts import dims_of
 from ..ir.graph import B, Block, S, info, node_inputs
 from ..ir.ops import is_collective
-from ..ir.sizes import dims_of
 from .code import Statement, Suite, function, returning
 from .emission import Emission, sizes_in, untold_sizes
 from .expressions import expression

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import fx
 
+from ..ir.counts import dims_of
 from ..ir.graph import B, Block, Program, S, info
-from ..ir.sizes import dims_of
 from ..plan.plan import Plan
 from .idioms import Idioms
 from .names import class_names

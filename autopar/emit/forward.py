@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ..ir.counts import dims_of
 from ..ir.graph import EPILOGUE, PROLOGUE, TABLES, Call, Role, info
-from ..ir.sizes import dims_of
 from .code import Code, Statement, Suite, function
 from .emission import Emission, untold_sizes
 from .idioms import checkpointed

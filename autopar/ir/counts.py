@@ -7,14 +7,14 @@ computes this rank's share from its inputs, and the runtime sums the shares.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
 from .build import call
-from .graph import COUNT, Block, NodeInfo, Role, info, node_inputs, set_info
-from .sizes import dims_of
+from .graph import COUNT, B, Block, NodeInfo, Role, S, Shape, info, node_inputs, set_info
 
 aten = torch.ops.aten
 
@@ -80,3 +80,14 @@ def of_inputs_only(node: fx.Node, known: dict[fx.Node, bool]) -> bool:
             random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
             known[node] = not random and all([of_inputs_only(n, known) for n in node_inputs(node)])
     return known[node]
+
+
+def dims_of(shape: Shape) -> dict[Any, int]:
+    """The dim that tells `b` and that which tells `s`, alone in a size a·s + c: without a constant, if there is one."""
+    found = [
+        (size.subs(symbol, 0) == 0, -size.coeff(symbol), symbol, i)
+        for i, size in enumerate(map(sympy.expand, shape))
+        for symbol in (B, S)
+        if size.free_symbols == {symbol} and size.is_polynomial(symbol) and sympy.degree(size, symbol) == 1
+    ]
+    return {symbol: i for *_, symbol, i in sorted(found, key=lambda item: item[:2])}

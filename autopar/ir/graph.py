@@ -21,8 +21,7 @@ from ..placement import Placement, Strategy
 from ..plan.recompute import Again, AgainRegion
 from .custom import OpaqueCall
 from .identifiers import COUNTS
-from .lengths import FixedLength
-from .padding import Padding
+from .lengths import FixedLength, Padding
 
 B = sympy.Symbol("b", positive=True, integer=True)
 S = sympy.Symbol("s", positive=True, integer=True)

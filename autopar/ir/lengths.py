@@ -1,4 +1,4 @@
-"""What a model's forward says of the length of its sequences."""
+"""The lengths of sequences that a model takes, and what lengthens a sample to one of them."""
 
 from __future__ import annotations
 
@@ -44,3 +44,12 @@ def check_multiple(multiple: int, asked: str, *lengths: int) -> None:
                 f"{asked}: {length} is not divisible by {multiple}, of which the model's forward makes parts of a "
                 f"sequence: use {' or '.join(map(str, near))}"
             )
+
+
+@dataclass(frozen=True)
+class Padding:
+    """One dim of one input that is a sequence: it is padded with `value` at its end."""
+
+    input: str
+    dim: int
+    value: int

@@ -25,10 +25,6 @@ RESULTS: dict[Any, tuple[Any, ...]] = {}
 RESULT_OF: dict[Any, tuple[Any, int, str]] = {}
 
 
-def _taking(target: Any, place: int) -> Any:
-    return lambda *args, **kwargs: target(*args, **kwargs)[place]
-
-
 def _register(target: Any) -> None:
     packet, overload = target._schema.name.removeprefix("aten::"), target._overloadname
     names = _UNNAMED.get(packet) or tuple(r.name for r in target._schema.returns)

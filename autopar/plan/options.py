@@ -2,7 +2,7 @@
 
 One table, read by `parallelize`, the command line and plan.yaml, so that a wrong value is refused alike everywhere and
 before anything is traced. The choices of a plan are declared in `runtime/choices.py`, and come from there. What values
-mean together is for `search/contradictions.py`.
+mean together is for `search/pins.py`.
 """
 
 from __future__ import annotations

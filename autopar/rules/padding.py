@@ -9,7 +9,7 @@ from torch import fx
 
 from ..errors import PlanError
 from ..ir.graph import Program, Role, S, info, op_name
-from ..ir.padding import Padding
+from ..ir.lengths import Padding
 from .arguments import option
 
 aten = torch.ops.aten

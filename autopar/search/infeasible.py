@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from autopar.cost_models.compute import ModelPrice, StageShape, stage_shape
+from autopar.cost_models.compute import StageShape, stage_shape
 from autopar.cost_models.hardware import Hardware, unit_of
 from autopar.cost_models.memory import MemoryTerm, host_room_bytes, rank_host_ledger, rank_ledger, total_bytes
 from autopar.plan.recompute import LAYER
 
+from .case import Case
 from .loss_chunks import smallest_logits
 from .pins import Recompute, Request
 from .sizes import gib
-from .space import Choice
 from .stages import LEANEST, StageCosts, pinned_recompute, setting_for
-
-
-@dataclass(frozen=True)
-class Case:
-    """A choice with the prices of one solution; no plan of it is faster than `bound_s`."""
-
-    bound_s: float
-    choice: Choice
-    price: ModelPrice
 
 
 def infeasible_text(cases: Sequence[Case], request: Request, hardware: Hardware) -> str:

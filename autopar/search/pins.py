@@ -1,18 +1,22 @@
-"""What is asked of the search: the job, and the choices that the user has fixed."""
+"""What is asked of the search: the job, the choices that the user has fixed, and whether these can go together."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from math import prod
 from typing import Any, TypeVar
 
+from autopar.cost_models.hardware import Cluster
 from autopar.errors import PlanError
 from autopar.plan.options import CHOICES, PINS, check, check_names, shown
-from autopar.plan.plan import Optimizer
+from autopar.plan.plan import Optimizer, asked_length, check_cut, check_precision
 from autopar.plan.recompute import Activations, Again, choice, whole_layers
 from autopar.rules.coupling import Coupling
-from autopar.runtime.choices import Batch, Compute, Sharding
+from autopar.runtime.choices import AXES, Batch, Compute, Sharding
+
+from .sizes import divisors, listed
 
 _NOT_FORBIDDEN = ("recompute", "reduce_dtype", "sequence_parallel")
 
@@ -114,3 +118,52 @@ class Request:
     def activations(self) -> Activations:
         """Likewise."""
         return self.pins.applied(Activations(recompute=()))
+
+
+def check_request(request: Request, cluster: Cluster, context: bool = False) -> None:
+    """PlanError, with the arithmetic, where pins and cluster or batch cannot go together. context: cp may be free."""
+    pins, gpus = request.pins, cluster.gpus
+    check_precision(request.compute)
+    if pins.cp is not None and request.batch.sequence > 1:
+        check_cut(request.batch, pins.cp)
+    if pins.attention is not None and pins.cp is None and not context:
+        parts = next((f"pad_to_multiple_of={2 * c}, " for c in divisors(gpus) if c > 1), "")
+        raise PlanError(
+            f"attention={pins.attention!r} is for cp > 1, and none divides gpus={gpus} and "
+            f"{asked_length(request.batch)}: use {parts}another length or number of GPUs, or leave it free"
+        )
+    _check_mesh(pins, gpus, context)
+    _check_batch(pins, request.batch.global_batch)
+
+
+def _check_mesh(pins: Pins, gpus: int, context: bool) -> None:
+    """PlanError where the pinned sizes do not divide the GPUs, or leave some idle."""
+    sizes = {name: getattr(pins, name) for name in AXES if getattr(pins, name) is not None}
+    pinned = prod(sizes.values())
+    text = " × ".join(f"{name}={size}" for name, size in sizes.items())
+    if gpus % pinned:
+        way = f"use gpus={_multiples_beside(gpus, pinned)}"
+        if len(sizes) == 1:
+            way += f", or {next(iter(sizes))} one of {listed(divisors(gpus))}"
+        raise PlanError(f"gpus={gpus} is not divisible by {text}{f' = {pinned}' if len(sizes) > 1 else ''}: {way}")
+    if len(sizes.keys() - {"cp"}) == 3 and pinned != gpus and not (context and pins.cp is None):
+        raise PlanError(f"{text} = {pinned} leaves {gpus - pinned} of gpus={gpus} idle: use gpus={pinned}, or free one")
+
+
+def _check_batch(pins: Pins, batch: int) -> None:
+    """PlanError where the pinned micro-batch and replicas do not divide the global batch."""
+    sizes = {name: getattr(pins, name) for name in ("micro_batch", "dp") if getattr(pins, name)}
+    samples = prod(sizes.values())
+    if batch % samples:
+        text = " × ".join(f"{name}={size}" for name, size in sizes.items())
+        raise PlanError(
+            f"global_batch={batch} is not divisible by {text}{f' = {samples}' if len(sizes) > 1 else ''}: "
+            f"use global_batch={_multiples_beside(batch, samples)}, or values whose product divides it "
+            f"(one of {listed(divisors(batch))})"
+        )
+
+
+def _multiples_beside(count: int, step: int) -> str:
+    """The multiples of `step` next to `count`: "8 or 12"; without 0."""
+    low, high = count // step * step, -(-count // step) * step
+    return " or ".join(str(multiple) for multiple in (low, high) if multiple)

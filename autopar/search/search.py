@@ -15,8 +15,7 @@ from math import inf
 from autopar.cost_models.compute import ModelPrice, price_model
 from autopar.cost_models.hardware import Cluster, Hardware
 from autopar.cost_models.layer_costs import ModelCosts
-from autopar.cost_models.step_time import Estimate, estimate_price
-from autopar.cost_models.update import update_time_s
+from autopar.cost_models.step_time import Estimate, estimate_price, update_time_s
 from autopar.errors import InfeasibleError
 from autopar.plan.plan import Plan, Solution
 from autopar.plan.recompute import Again
@@ -25,8 +24,8 @@ from autopar.rules.coupling import Coupling
 from autopar.runtime.choices import Mesh, Pipeline
 
 from .boundaries import Ranges
-from .bounds import bound_s, bubble_s
-from .infeasible import Case, infeasible_text
+from .case import Case, bound_s, bubble_s
+from .infeasible import infeasible_text
 from .loss_chunks import LossPrices, chunkable, loss_prices
 from .pins import Request
 from .space import Choice, enumerate_space

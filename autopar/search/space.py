@@ -9,16 +9,15 @@ from itertools import product
 from autopar.cost_models.hardware import Cluster
 from autopar.errors import PlanError
 from autopar.plan.recompute import MOST_LAYERS
-from autopar.plan.schedules import why_not_split
-from autopar.runtime.choices import AXES, Batch, Mesh, Sharding
+from autopar.plan.schedules import MULTI_STAGE, why_not, why_not_split
+from autopar.runtime.choices import AXES, SCHEDULES, Batch, Mesh, Sharding
 
-from .contradictions import check
-from .pins import Request
-from .schedules import recomputes, schedule_reasons, schedules
+from .pins import Pins, Request, check_request
 from .sizes import divisors, listed
 
 NO_STAGES = "pp > 1"  # what is illegal where a model has nothing to spread over stages
 _MESHES_TRIED = 100
+_VIRTUAL = {"interleaved": (2, 4), "zero-bubble": (1,)}  # stages a rank that are searched; others can be pinned
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ def enumerate_space(
     solved: (cp, tp) for which the model has a solution; illegal: why others have none ("tp=24" → "32 heads").
     PlanError if the pins contradict the cluster, the batch or each other.
     """
-    check(request, cluster, context=any(cp > 1 for cp, _ in solved))
+    check_request(request, cluster, context=any(cp > 1 for cp, _ in solved))
     reasons = _reasons(request, cluster, layers, solved, illegal)
     meshes = _meshes(request, cluster.gpus, layers, solved)
     choices = tuple(choice for mesh in meshes for choice in _choices(mesh, request, layers, cluster.per_node))
@@ -74,7 +73,7 @@ def check_space(request: Request, cluster: Cluster) -> None:
         if pins.cp is None
         else [pins.cp]
     )
-    check(request, cluster, context=max(cps) > 1)
+    check_request(request, cluster, context=max(cps) > 1)
     tps = [tp for tp in sizes if pins.allows("tp", tp)][:1]  # a larger one only takes more of the cluster
     solved = list(product(cps, tps))
     for tried, mesh in enumerate(_meshes(request, cluster.gpus, MOST_LAYERS, solved)):
@@ -178,3 +177,36 @@ def _reasons(
     if pins.offload:
         reasons.append("offload needs zero=1, 2 or 3")
     return reasons + schedule_reasons(request.pins, cluster.gpus, layers)
+
+
+def schedules(pp: int, micro_batches: int, layers: int, pins: Pins) -> Iterator[tuple[str, int]]:
+    """(schedule, virtual stages). 1f1b comes first: as fast as gpipe with fewer micro-batches in flight."""
+    pinned = pins.virtual_stages
+    for schedule in ("none", "1f1b", "gpipe", *MULTI_STAGE):
+        for v in (pinned,) if pinned is not None else _VIRTUAL.get(schedule, (1,)):
+            legal = pp * v <= layers and not why_not(schedule, pp, v, micro_batches)
+            if legal and pins.allows("schedule", schedule) and v not in pins.forbid.get("virtual_stages", ()):
+                yield schedule, v
+
+
+def recomputes(pins: Pins) -> bool:
+    """Whether layers are recomputed whatever the plan."""
+    return pins.recompute not in (None, "none", 0, ())
+
+
+def schedule_reasons(pins: Pins, gpus: int, layers: int) -> list[str]:
+    """Why schedules are left out: the pinned one, and zero-bubble wherever there is a pipeline."""
+    pinned, v = pins.schedule, pins.virtual_stages
+    least = "virtual_stages of 2 or more, " if pinned == "interleaved" else ""
+    split = min(gpus, layers) > 1 and pins.pp != 1 and pins.allows("schedule", "zero-bubble")
+    reasons = {
+        "1f1b needs pp > 1 and at least pp micro-batches": pinned == "1f1b",
+        "schedule=none is for pp=1": pinned == "none" and pins.pp != 1,
+        f"schedule={pinned} (there are {', '.join(SCHEDULES)})": pinned not in (None, *SCHEDULES),
+        f"{pinned} needs pp > 1, {least}and micro-batches in m // pp equal rounds": pinned in MULTI_STAGE,
+        f"virtual_stages={v} (pp · virtual_stages stages of {layers} layers)": (v or 0) * (pins.pp or 2) > layers,
+        "virtual_stages > 1 are for interleaved and zero-bubble": (v or 0) > 1,
+        "zero-bubble with zero=2 or 3 (its halves of a backward do not reshard)": split,
+        "zero-bubble with recompute (the second half would run it again)": split,
+    }
+    return [reason for reason, holds in reasons.items() if holds]

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.cost_models.states import collective_counts
 from autopar.emit.project import save_tensors
 from autopar.emit.source import load_source
 from autopar.runtime.trainer import Trainer
@@ -20,6 +19,7 @@ from tests.distributed.programs import assert_parity, gpt, llama, local_batch, t
 from tests.distributed.recorder import DataCollectives, sharded_groups
 from tests.distributed.test_frozen import _subject as frozen
 from tests.harness import run_ranks
+from tests.zero_table import collective_counts
 
 GROUPS: dict[str, Any] = {"dp": 4, "hsdp": 2}  # 2 × 2
 MODELS = {"gpt": gpt, "llama": llama}  # tied embeddings, and not

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.cost_models.states import collective_counts
 from tests.distributed.programs import Subject, gpt, llama, local_batch, trainer_of
 from tests.distributed.recorder import Event, IssueOrder, sharded_groups
 from tests.distributed.test_frozen import _subject as frozen
 from tests.harness import run_ranks
+from tests.zero_table import collective_counts
 
 TIED = "transformer.wte.weight"  # read before and after the layers: whole as long as anything is
 

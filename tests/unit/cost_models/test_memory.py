@@ -9,16 +9,10 @@ import pytest
 from autopar.cost_models.hardware import GIB, Hardware, gpu
 from autopar.cost_models.memory import activation_room_bytes, host_ledger, ledger, total_bytes
 from autopar.cost_models.stage_memory import StageMemory
-from autopar.cost_models.states import (
-    CollectiveCounts,
-    Resident,
-    States,
-    collective_counts,
-    optimizer_state_bytes,
-    resident_bytes,
-)
+from autopar.cost_models.states import States, optimizer_state_bytes
 from autopar.errors import PlanError
 from autopar.plan.plan import Optimizer
+from tests.zero_table import CollectiveCounts, Resident, collective_counts, resident_bytes
 
 P, D = 1000, 4
 H100 = gpu("h100-sxm-80gb")

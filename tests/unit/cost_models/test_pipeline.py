@@ -2,16 +2,54 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cost_models.pipeline import simulate, simulate_one
-from autopar.plan.schedules import why_not
+from autopar.cost_models.pipeline import simulate_one
+from autopar.plan.schedules import Op, in_turn, source_of, why_not
 
 MULTI = [("interleaved", 2), ("interleaved", 3), ("zero-bubble", 1), ("zero-bubble", 2)]
 EVERY = [("gpipe", 1), ("1f1b", 1), *MULTI]
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Seconds from the step's start: `end_s[rank]` of the last op, `busy_s[rank]` spent in ops."""
+
+    end_s: Array
+    busy_s: Array
+
+
+def simulate(
+    schedule: str, pp: int, forward_s: Array, backward_s: Array, send_s: Array, weight_s: Array | None = None
+) -> Timeline:
+    """Run the schedule.
+
+    forward_s, backward_s: seconds [stages, micro_batches, ...]; send_s: [stages − 1, ...] from a stage to the next,
+    either way. weight_s: what zero-bubble takes out of backward and runs later. Trailing dims are independent
+    configurations, computed together.
+    """
+    stages, micro_batches = forward_s.shape[:2]
+    later_s = np.zeros_like(forward_s) if weight_s is None else weight_s
+    duration = {"F": forward_s, "B": backward_s, "I": backward_s, "W": later_s}
+    end: dict[Op, Array] = {}
+    clock = [np.zeros(forward_s.shape[2:]) for _ in range(pp)]
+    for op in in_turn(schedule, pp, micro_batches, stages // pp):
+        rank, start = op.stage % pp, clock[op.stage % pp]
+        if source := source_of(op, stages):
+            link = send_s[min(op.stage, source.stage)] if source.stage != op.stage else 0.0
+            start = np.maximum(start, end[source] + link)
+        clock[rank] = start + duration[op.kind][op.stage, op.micro_batch]
+        end[op._replace(kind="B") if op.kind == "I" else op] = clock[rank]
+    busy = (forward_s + backward_s + (later_s if schedule == "zero-bubble" else 0.0)).sum(axis=1)
+    return Timeline(np.stack(clock), np.stack([busy[rank::pp].sum(axis=0) for rank in range(pp)]))
 
 
 @given(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 6), st.integers(1, 20), st.floats(0.1, 3), st.floats(0.1, 3))

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autopar.cost_models.data_parallel import gathers, reductions
 from autopar.cost_models.hardware import Cluster
-from autopar.cost_models.overlap import gathers, reductions
 from autopar.cost_models.step_time import Estimate, estimate
 from autopar.plan.plan import Plan
 from autopar.plan.recompute import whole_layers

@@ -15,8 +15,8 @@ from torch.utils._sympy.functions import FloorDiv, Mod
 
 from autopar.emit.text import attribute, commented, docstring, fenced, literal, quoted, size_from, size_text
 from autopar.errors import PlanError
+from autopar.ir.counts import dims_of
 from autopar.ir.graph import B, S
-from autopar.ir.sizes import dims_of
 
 SIZES = {
     "64": sympy.Integer(64),

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from autopar.compile.compiler import prepare
 from autopar.errors import PlanError
 from autopar.ir.graph import S, TensorInfo
-from autopar.ir.padding import Padding
+from autopar.ir.lengths import Padding
 from autopar.rules.padding import paddings_of
 from autopar.runtime.padding import padded
 from autopar.verification.padding import compare_with_pads

@@ -1,11 +1,22 @@
-"""Lower bounds of a step, before layers are spread over stages."""
+"""A choice with its prices, before layers are spread over stages, and lower bounds of its step."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from autopar.cost_models.compute import ModelPrice
 from autopar.plan.schedules import MULTI_STAGE
 
 from .space import Choice
+
+
+@dataclass(frozen=True)
+class Case:
+    """A choice with the prices of one solution; no plan of it is faster than `bound_s`."""
+
+    bound_s: float
+    choice: Choice
+    price: ModelPrice
 
 
 def bound_s(choice: Choice, price: ModelPrice) -> float:
