@@ -12,7 +12,15 @@ from .forward import forward, forward_runs, group_methods
 from .layer_runs import Run, layers_text, offset, parent, path_text, runs
 from .parameters import declarations
 from .placements import argument_shapes, placement_table
-from .recomputed import by_regions, is_whole, layer_forward, layer_init, recomputed_text, region_methods, told
+from .recomputed import (
+    by_regions,
+    is_whole,
+    layer_forward,
+    layer_init,
+    recompute_argument,
+    recomputed_text,
+    region_methods,
+)
 from .sublayers import sublayer_methods
 from .text import docstring, sizes_text
 
@@ -105,7 +113,7 @@ def _new_layers(e: Emission, run: Run) -> Code:
     block = e.program.layer_calls[run.start].block
     less = offset(e.program, run) if e.alone else None
     index = str(run.start) if len(run) == 1 else f"i + {less}" if less else "i"
-    layer = f"{e.classes[block]}({told(e.program, block, index)})"
+    layer = f"{e.classes[block]}({recompute_argument(e.program, block, index)})"
     line = f"submodule(self, {path_text(e.program, run, 'i')}, {layer})"
     if len(run) > 1:
         return Suite(f"for i in {layers_text(e.program, run)}:", [line])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..ir.graph import arguments, info, node_inputs
+from ..ir.graph import arguments, info, node_inputs, op_name
 from .functions import FUNCTIONS, Writer, writer_over_ranks
 from .op import Op, by_full_name, by_name, call, convolution
 from .text import ATOM, COMPARISON, PRODUCT, SUM, UNARY, Render, Text, literal
@@ -47,20 +47,18 @@ def _prefix(symbol: str) -> Writer:
     return lambda op: Text(f"{symbol}{op.operand(0, UNARY)}", UNARY)
 
 
-def _method(name: str) -> Writer:
-    return lambda op: Text(f"{op.operand(0)}.{name}({op.rest()})")
+def _attribute(name: str) -> Writer:
+    return lambda op: Text(f"{op.operand(0)}.{name}")
 
 
 def _function(name: str) -> Writer:
     return lambda op: call(name, op.rest())
 
 
-def _sizes(name: str) -> Writer:
-    def write(op: Op) -> Text:
-        source, sizes = op.operand(0), op.take(op.schema[1].name)
-        return Text(f"{source}.{name}({', '.join(op.show(n) for n in sizes) or '()'})")
-
-    return write
+def _sizes(op: Op) -> Text:
+    """A method of sizes or dims, which it takes one by one."""
+    source, sizes = op.operand(0), op.take(op.schema[1].name)
+    return Text(f"{source}.{op_name(op.node)}({', '.join(map(op.show, sizes)) or '()'})")
 
 
 def _new(fill: str) -> Writer:
@@ -100,10 +98,8 @@ def _cat(op: Op) -> Text:
 
 
 _WRITERS: dict[Any, Writer] = {
-    aten.linear.default: _function("F.linear"),
-    aten.matmul.default: _infix("@", PRODUCT),
-    aten.bmm.default: _infix("@", PRODUCT),
-    aten.mm.default: _infix("@", PRODUCT),
+    **FUNCTIONS,
+    **dict.fromkeys((aten.matmul.default, aten.bmm.default, aten.mm.default), _infix("@", PRODUCT)),
     aten.add.Tensor: _infix("+", SUM),
     aten.sub.Tensor: _infix("-", SUM),
     aten.mul.Tensor: _infix("*", PRODUCT),
@@ -117,58 +113,24 @@ _WRITERS: dict[Any, Writer] = {
     **dict.fromkeys((aten.__or__.Tensor, aten.bitwise_or.Tensor, aten.__or__.Scalar), _infix("|", COMPARISON)),
     **dict.fromkeys((aten.remainder.Scalar, aten.remainder.Tensor), _infix("%", PRODUCT)),
     **dict.fromkeys((aten.floor_divide.default, aten.floor_divide.Scalar), _infix("//", PRODUCT)),
-    aten.log_sigmoid.default: _function("F.logsigmoid"),
+    **{
+        getattr(getattr(aten, name), overload): _infix(symbol, COMPARISON)
+        for symbol, name in (("==", "eq"), ("!=", "ne"), ("<", "lt"), ("<=", "le"), (">", "gt"), (">=", "ge"))
+        for overload in ("Scalar", "Tensor")
+    },
     aten.neg.default: _prefix("-"),
-    aten.alias.default: lambda op: op.render(op.take("self")),
-    aten.clone.default: _method("clone"),
-    aten.pow.Tensor_Scalar: _method("pow"),
     aten.bitwise_not.default: _invert,
-    aten.masked_fill.Scalar: _method("masked_fill"),
-    aten.to.dtype: _method("to"),
-    aten.reshape.default: _sizes("reshape"),
-    aten.expand.default: _sizes("expand"),
-    aten.transpose.int: _method("transpose"),
-    aten.permute.default: _sizes("permute"),
-    aten.unsqueeze.default: _method("unsqueeze"),
-    aten.squeeze.dim: _method("squeeze"),
-    aten.t.default: _method("t"),
-    aten.mT.default: lambda op: Text(f"{op.operand(0)}.mT"),
-    aten.real.default: lambda op: Text(f"{op.operand(0)}.real"),
-    aten.imag.default: lambda op: Text(f"{op.operand(0)}.imag"),
-    aten.numpy_T.default: lambda op: Text(f"{op.operand(0)}.T"),
+    aten.alias.default: lambda op: op.render(op.take("self")),
+    **dict.fromkeys((aten.reshape.default, aten.expand.default, aten.permute.default), _sizes),
+    **{getattr(aten, name).default: _attribute(shown) for name, shown in
+       (("mT", "mT"), ("real", "real"), ("imag", "imag"), ("numpy_T", "T"))},
     aten.slice.Tensor: _slice,
     aten.select.int: _select,
     aten.cat.default: _cat,
-    **FUNCTIONS,
-    aten.silu.default: _function("F.silu"),
-    aten.gelu.default: _function("F.gelu"),
-    aten.relu.default: _function("F.relu"),
-    aten.softplus.default: _function("F.softplus"),
+    aten.log_sigmoid.default: _function("F.logsigmoid"),
     aten.softmax.int: _function("torch.softmax"),
     aten.log_softmax.int: _function("torch.log_softmax"),
-    **{
-        getattr(aten, name).default: _method(name)
-        for name in ("cos", "sin", "exp", "tanh", "sigmoid", "rsqrt", "sqrt", "log", "abs", "sum", "mean", "detach")
-    },
-    aten.sum.dim_IntList: _method("sum"),
-    aten.mean.dim: _method("mean"),
-    **{
-        op: _infix(symbol, COMPARISON)
-        for symbol, op in (
-            ("==", aten.eq.Scalar), ("!=", aten.ne.Scalar), ("<", aten.lt.Scalar), ("<=", aten.le.Scalar),
-            (">", aten.gt.Scalar), (">=", aten.ge.Scalar), ("==", aten.eq.Tensor), ("!=", aten.ne.Tensor),
-            ("<", aten.lt.Tensor), ("<=", aten.le.Tensor), (">", aten.gt.Tensor), (">=", aten.ge.Tensor),
-        )
-    },
-    aten.where.self: _function("torch.where"),
-    aten.arange.default: _function("torch.arange"),
-    aten.arange.start: _function("torch.arange"),
-    aten.arange.start_step: _function("torch.arange"),
-    aten.linspace.default: _function("torch.linspace"),
-    aten.eye.default: _function("torch.eye"),
-    aten.zeros.default: _function("torch.zeros"),
-    aten.ones.default: _function("torch.ones"),
-    aten.full.default: _function("torch.full"),
+    **{getattr(aten, name).default: _function(f"F.{name}") for name in ("linear", "silu", "gelu", "relu", "softplus")},
     aten.new_ones.default: _new("ones"),
     aten.new_zeros.default: _new("zeros"),
     aten.new_full.default: _new("full"),

@@ -17,8 +17,8 @@ aten = torch.ops.aten
 
 _ROTATIONS = {
     "halves": """    half = x.shape[-1] // 2
-    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)""",
-    "pairs": "    turned = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)",
+    rotated = torch.cat((-x[..., half:], x[..., :half]), dim=-1)""",
+    "pairs": "    rotated = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)",
 }
 
 
@@ -42,7 +42,7 @@ def call_of_region(node: fx.Node, values: Sequence[str]) -> str:
     method = f"self.{node.kwargs['method']}"
     if node.kwargs["always"]:
         return checkpointed(method, *values)
-    return f"self._again({', '.join([quoted(str(node.kwargs['name'])), method, *values])})"
+    return f"self._recomputed({', '.join([quoted(str(node.kwargs['name'])), method, *values])})"
 
 
 @dataclass
@@ -60,23 +60,24 @@ class Idioms:
         self.program = self.program.copy_blocks()
         for block in self.program.blocks.values():
             for node in block.ops:
-                if node.target is aten.add.Tensor and (found := _rotation(node)):
-                    self._replace(block, node, found)
+                if node.target is aten.add.Tensor and (rotation := _rotation(node)):
+                    self._replace(block, node, rotation)
 
-    def _replace(self, block: Block, node: fx.Node, found: _Rotation) -> None:
+    def _replace(self, block: Block, node: fx.Node, rotation: _Rotation) -> None:
+        operands = (rotation.x, rotation.cos, rotation.sin)
         with block.graph.inserting_before(node):
-            call = block.graph.call_function(rotate, (found.x, found.cos, found.sin), {"function": self._name(found)})
-        placements = tuple(info(operand).placement for operand in (found.x, found.cos, found.sin))
+            call = block.graph.call_function(rotate, operands, {"function": self._name(rotation)})
+        placements = tuple(info(operand).placement for operand in operands)
         set_info(call, info(node).typed(Strategy(placements, info(node).placement)))
         self.renamed[call.name] = node.name
         node.replace_all_uses_with(call)
         _erase(block.graph, node)
 
-    def _name(self, found: _Rotation) -> str:
+    def _name(self, rotation: _Rotation) -> str:
         """The name of the function that does this rotation, written where it is new."""
         for number in range(1, 10):
             name = "rotate" if number == 1 else f"rotate_{number}"
-            source = found.source(name)
+            source = rotation.source(name)
             if self.functions.setdefault(name, source) == source:
                 return name
         raise AssertionError("there are few ways to write a rotation")
@@ -96,77 +97,74 @@ class _Rotation:
         wider = "" if self.dim is None else f"    cos, sin = cos.unsqueeze({self.dim}), sin.unsqueeze({self.dim})\n"
         return (
             f"def {name}(x, cos, sin):\n"
-            f'    """Rotary position embedding: each pair of the last dim is a point, turned by its angle."""\n'
+            f'    """Rotary position embedding: each pair of the last dim is a point, rotated by its angle."""\n'
             f"{wider}{_ROTATIONS[self.kind]}\n"
-            f"    return x * cos + turned * sin"
+            f"    return x * cos + rotated * sin"
         )
 
 
 def _rotation(node: fx.Node) -> _Rotation | None:
-    """add(mul(x, cos), mul(turned(x), sin)), in any order of operands."""
+    """add(mul(x, cos), mul(rotated(x), sin)), in any order of operands."""
     products = node_inputs(node)
-    if node.kwargs or len(products) != 2 or any(p.target is not aten.mul.Tensor or len(p.users) > 1 for p in products):
-        return None
     factors = [node_inputs(product) for product in products]
-    if any(len(pair) != 2 for pair in factors):
+    if node.kwargs or [len(pair) for pair in factors] != [2, 2]:
+        return None
+    if any(product.target is not aten.mul.Tensor or len(product.users) > 1 for product in products):
         return None
     for straight, crossed in (factors, factors[::-1]):
-        for turned, sin in (crossed, crossed[::-1]):
-            source = _turned(turned)
-            if source and len(turned.users) == 1 and source[0] in straight:
+        for rotated, sin in (crossed, crossed[::-1]):
+            source = _rotated(rotated)
+            if source and len(rotated.users) == 1 and source[0] in straight:
                 cos = straight[1 - straight.index(source[0])]
                 return _wider(_Rotation(source[0], cos, sin, source[1], None))
     return None
 
 
-def _wider(found: _Rotation) -> _Rotation:
-    """With the unsqueeze of cos and sin inside, where both have the same."""
-    made = [found.cos, found.sin]
-    if any(n.target is not aten.unsqueeze.default for n in made) or made[0].args[1] != made[1].args[1]:
-        return found
-    dim: Any = made[0].args[1]
-    cos, sin = (node_inputs(n)[0] for n in made)
-    return replace(found, cos=cos, sin=sin, dim=int(dim))
+def _wider(rotation: _Rotation) -> _Rotation:
+    """The rotation with the unsqueeze of cos and sin inside, where both have the same."""
+    both = [rotation.cos, rotation.sin]
+    if any(n.target is not aten.unsqueeze.default for n in both) or both[0].args[1] != both[1].args[1]:
+        return rotation
+    dim: Any = both[0].args[1]
+    cos, sin = (node_inputs(n)[0] for n in both)
+    return replace(rotation, cos=cos, sin=sin, dim=int(dim))
 
 
-def _turned(node: fx.Node) -> tuple[fx.Node, str] | None:
-    """x and the kind of a turn by a right angle: (-second half, first half), or so in neighbouring pairs."""
-    if node.target is aten.cat.default:
-        parts, kind = node_inputs(node), "halves"
-        axis = arguments(node)[1] if len(node.args) > 1 else 0
-        if axis not in (-1, len(info(node).shape) - 1):
-            return None
-    elif node.target is aten.reshape.default and node_inputs(node)[0].target is aten.stack.default:
-        stack = node_inputs(node)[0]
-        parts, kind = node_inputs(stack), "pairs"
-        last = stack.args[1:] in ((-1,), (len(info(stack).shape) - 1,))
-        if not last or len(stack.users) > 1 or info(node).shape[:-1] != info(parts[0]).shape[:-1]:
-            return None
-    else:
-        return None
+def _rotated(node: fx.Node) -> tuple[fx.Node, str] | None:
+    """x and the kind of a rotation by a right angle: (-second half, first half), or so in neighbouring pairs."""
+    parts, kind = _joined(node)
     if len(parts) != 2 or parts[0].target is not aten.neg.default:
         return None
     second, first = node_inputs(parts[0])[0], parts[1]
-    if any(part.target is not aten.slice.Tensor for part in (first, second)) or first.args[0] is not second.args[0]:
+    if {first.target, second.target} != {aten.slice.Tensor} or first.args[0] is not second.args[0]:
         return None
     x = node_inputs(first)[0]
-    rank, width = len(info(x).shape), info(x).shape[-1]
-    placement = info(x).placement
-    if not width.is_number or int(width) % 2 or placement.is_shard and placement.dim == rank - 1:
+    last, width, placement = len(info(x).shape) - 1, info(x).shape[-1], info(x).placement
+    if not width.is_number or int(width) % 2 or placement.is_shard and placement.dim == last:
         return None
-    half = int(width) // 2
-    wanted = [(0, half, 1), (half, int(width), 1)] if kind == "halves" else [(0, int(width), 2), (1, int(width), 2)]
-    given = [_spread(part, rank, int(width)) for part in (first, second)]
-    return (x, kind) if given == wanted else None
+    end, half = int(width), int(width) // 2
+    wanted = [(0, half, 1), (half, end, 1)] if kind == "halves" else [(0, end, 2), (1, end, 2)]
+    return (x, kind) if [_range(part, last, end) for part in (first, second)] == wanted else None
 
 
-def _spread(node: fx.Node, rank: int, width: int) -> tuple[int, int, int] | None:
+def _joined(node: fx.Node) -> tuple[list[fx.Node], str]:
+    """What is joined along the last dim, and how: halves by cat, or neighbours by a stack that is flattened."""
+    last = len(info(node).shape) - 1
+    if node.target is aten.cat.default:
+        return (node_inputs(node), "halves") if [*arguments(node)[1:], 0][0] in (-1, last) else ([], "")
+    stack = node_inputs(node)[0] if node.target is aten.reshape.default else node
+    if stack.target is not aten.stack.default or len(stack.users) > 1 or stack.args[1:] not in ((-1,), (last + 1,)):
+        return [], ""
+    parts = node_inputs(stack)
+    return (parts, "pairs") if info(node).shape[:-1] == info(parts[0]).shape[:-1] else ([], "")
+
+
+def _range(node: fx.Node, last: int, width: int) -> tuple[int, int, int] | None:
     """Start, end and step of a slice of the last dim."""
-    raw = [*arguments(node)[1:], *[None] * 4]
-    if (raw[0] or 0) not in (-1, rank - 1):
+    dim, start, end, step = [*arguments(node)[1:], *[None] * 4][:4]
+    if (dim or 0) not in (-1, last):
         return None
-    start, end = int(raw[1] or 0), width if raw[2] is None else min(int(raw[2]), width)
-    return start, end, int(raw[3] or 1)
+    return int(start or 0), width if end is None else min(int(end), width), int(step or 1)
 
 
 def _erase(graph: fx.Graph, node: fx.Node) -> None:

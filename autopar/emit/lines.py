@@ -99,37 +99,36 @@ class Lines:
 
     def _folds(self, node: fx.Node) -> bool:
         """Whether an op is written inside the line of its one reader."""
-        if len(node.users) != 1 or node in self.results or is_collective(node.target) or node.target is region_call:
+        reader = next(iter(node.users), node)
+        operands = node_inputs(reader)
+        if len(node.users) != 1 or node in self.results or reader not in self.order or operands.count(node) > 1:
             return False
-        (reader,) = node.users
-        if reader.target is region_call or reader not in self.order or node_inputs(reader).count(node) > 1:
+        if is_collective(node.target) or region_call in (node.target, reader.target):
             return False
-        first = node_inputs(reader)[0] is node
-        if node.target is aten.linear.default and is_bias_add(reader):
-            return first and info(node).placement == info(reader).placement
         if is_postfix(reader):
-            return first
-        if is_collective(reader.target) or reader.target is rotate and node.target not in _INSIDE_ANY:
+            return operands[0] is node
+        if node.target is aten.linear.default and is_bias_add(reader):
+            return operands[0] is node and info(node).placement == info(reader).placement
+        if is_collective(reader.target):
             return False
         if node.target in _INSIDE_ANY:
             return node.target is not aten.to.dtype or reader.target not in HEAVY
-        return self._reads_well(node, reader)
+        return reader.target is not rotate and self._reads_well(node, reader)
 
     def _reads_well(self, node: fx.Node, reader: fx.Node) -> bool:
         """Whether a person would write an op inside this reader."""
         head, dresses = _innermost(node), self.roles.main(reader) is node
-        role, role_of_reader = self.roles.of(node), self.roles.of(reader)
+        same = self.roles.of(node) == self.roles.of(reader)
         if head.target in HEAVY:
             joins = self.roles.is_residual(reader) and info(node).placement == info(reader).placement
-            plain = role == role_of_reader and (reader.target in ACTIVATIONS | {DROPOUT} or dresses)
-            sums = reader.target is aten.add.Tensor and head.target is aten.embedding.default
+            plain = same and (dresses or reader.target in {*ACTIVATIONS, DROPOUT})
+            sums = (reader.target, head.target) == (aten.add.Tensor, aten.embedding.default)
             return head.target not in ATTENTIONS and (joins or plain or sums)
         if head.target in NORMS:
-            weighted = reader.target is aten.mul.Tensor and dresses
-            return weighted or role == role_of_reader and reader.target in {*NORMS, DROPOUT}
+            return same and reader.target in {*NORMS, DROPOUT} or dresses and reader.target is aten.mul.Tensor
         if head.target in SOFTMAX:
             return reader.target is DROPOUT
-        return (role not in _KEPT or role == role_of_reader) and reader.target not in HEAVY
+        return (same or self.roles.of(node) not in _KEPT) and reader.target not in HEAVY
 
     def _in_reading_order(self, ops: Sequence[fx.Node]) -> list[fx.Node]:
         """The ops line by line, with neighbouring lines that make query, key and value in that order."""

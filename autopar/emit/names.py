@@ -45,7 +45,7 @@ OF_MODEL = (
 )  # fmt: skip
 # What Model.forward calls; it keeps the names of inputs.
 _OF_FORWARD = ("self", "range", "checkpoint", "max", "min", "str", "PATHS")
-OF_RECOMPUTED_LAYER = ("_recompute", "_layer", "_again")
+OF_RECOMPUTED_LAYER = ("_recompute", "_layer", "_recomputed")
 _INSTEAD = {"embedding": "embedded", "attention": "attn", "cross_entropy": "loss"}
 
 
@@ -74,19 +74,18 @@ def class_names(program: Program) -> dict[str, str]:
     place in it (T5BlockEncoderFirst) where that tells them apart, else they are numbered.
     """
     layers = [call for call in program.layer_calls if not program.is_between(call.block)]
-    blocks = {call.block for call in layers}
+    blocks = dict.fromkeys(call.block for call in layers)
     # Of several blocks of one class all but the first have a number at the end.
-    numbered = {call.block: [b for b in blocks if call.block.removeprefix(b).isdigit()] for call in layers}
-    kinds = {block: max(kinds, key=len, default=block) for block, kinds in numbered.items()}
-    names = {
-        block: kind + _place(block, [call for call in layers if kinds[call.block] == kind])
-        for block, kind in kinds.items()
-    }
+    kinds = {b: max((kind for kind in blocks if b.removeprefix(kind).isdigit()), key=len, default=b) for b in blocks}
+    names = {b: kind + _place(b, [c for c in layers if kinds[c.block] == kind]) for b, kind in kinds.items()}
     uses = Counter(names.values())
     unclear = {kinds[block] for block, name in names.items() if uses[name] > 1}
-    names = {block: block if kinds[block] in unclear else name for block, name in names.items()}
     taken = _RESERVED | {"stage"} | set(dir(builtins))  # what Model.__init__ takes, too
-    return {block: _unlike(f"{name}Layer", taken, blocks) if name in taken else name for block, name in names.items()}
+
+    def free(name: str) -> str:
+        return _unlike(f"{name}Layer", taken, blocks) if name in taken else name
+
+    return {block: free(block if kinds[block] in unclear else name) for block, name in names.items()}
 
 
 def _place(block: str, layers: Sequence[Call]) -> str:
@@ -94,14 +93,20 @@ def _place(block: str, layers: Sequence[Call]) -> str:
     path, *more = {parent(call): 0 for call in layers if call.block == block}
     if more:
         return ""
-    others = {word for call in layers if parent(call) != path for word in parent(call).split(".")}
-    words = [
-        word.title().replace("_", "") for word in path.split(".") if others and word not in others and is_plain(word)
-    ]
-    paths = list(dict.fromkeys(call.path for call in layers if call.block == block))
-    of_list = list(dict.fromkeys(call.path for call in layers if parent(call) == path))
-    end = "" if paths == of_list else "First" if paths == of_list[:1] else "Last" if paths == of_list[-1:] else ""
-    return "".join([*words, end])
+    blocks = [call.block for call in layers if parent(call) == path]
+    ends = {(True, False): "First", (False, True): "Last"}
+    alone = blocks.count(block) == 1
+    end = ends.get((blocks[0] == block, blocks[-1] == block), "") if alone else ""
+    return (
+        "".join(word.title().replace("_", "") for word in _words(path, {parent(call) for call in layers} - {path}))
+        + end
+    )
+
+
+def _words(path: str, others: Collection[str]) -> list[str]:
+    """The words of a list's path that no other list has in its own; none without others."""
+    known = {word for other in others for word in other.split(".")}
+    return [word for word in path.split(".") if known and word not in known and is_plain(word)]
 
 
 def loop_name(name: str, program: Program) -> str:

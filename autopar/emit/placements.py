@@ -111,18 +111,17 @@ def placement_table(parameters: Sequence[fx.Node], values: Mapping[fx.Node, str]
     """
     if tp == 1 or not parameters:
         return []
+    nodes = {n: info(n).ref for n in parameters} | {n: name for n, name in values.items() if info(n).requires_grad}
     rows: list[tuple[str, ...]] = []
-    for name, facts, note in (
-        *((info(n).ref, info(n), _note(n)) for n in parameters),
-        *((name, info(n), "") for n, name in values.items() if info(n).requires_grad),
-    ):
-        rest = (f"[{', '.join(size_text(n) for n in facts.shape)}]", _placement(facts, tp), note)
-        near = rows and rows[-1][0].partition(".")[0] == name.partition(".")[0]
-        if near and rows[-1][1:] == rest and len(rows[-1][0]) + len(name) < _TABLE_NAMES:
-            rows[-1] = (f"{rows[-1][0]}, {name}", *rest)
+    for node, name in nodes.items():
+        shape = f"[{', '.join(map(size_text, info(node).shape))}]"
+        rest = (shape, _placement(info(node), tp), _note(node))
+        before = rows[-1][0] if rows and rows[-1][1:] == rest else ""
+        if before.partition(".")[0] == name.partition(".")[0] and len(before) + len(name) < _TABLE_NAMES:
+            rows[-1] = (f"{before}, {name}", *rest)
         else:
             rows.append((name, *rest))
-    widths = [max((len(row[i]) for row in rows), default=0) for i in range(4)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
@@ -138,13 +137,13 @@ def _placement(facts: NodeInfo, tp: int) -> str:
 def _note(node: fx.Node) -> str:
     """What a shard of a weight means for the matmul that reads it, or that tp sums the gradient of the parameter."""
     facts = info(node)
+    if facts.role is not Role.PARAMETER:
+        return ""
     if facts.placement.kind is Kind.GRAD_PARTIAL:
         return "gradient summed over tp"
-    if not facts.placement.is_shard:
-        return ""
     for user in node.users:
         if parallel(user) and node_inputs(user)[1] is node:
             return parallel(user)
-        if op_name(user) == "embedding" and facts.placement.dim == 0:
+        if op_name(user) == "embedding" and facts.placement.is_shard and facts.placement.dim == 0:
             return "a range of its rows"
     return ""

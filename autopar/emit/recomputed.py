@@ -49,33 +49,36 @@ def is_whole(program: Program, block: str) -> bool:
     return any(program.layer_calls[i].block == block and what == LAYER for i, what in _within_layers(program).items())
 
 
-def _is_told(program: Program, block: str) -> bool:
+def _differ(program: Program, block: str) -> bool:
     """Whether layers of the class differ in what of them is computed again."""
     return is_whole(program, block) or any(not region.always for region in program.regions.get(block, ()))
 
 
-def told(program: Program, block: str, layer: str) -> str:
+def recompute_argument(program: Program, block: str, layer: str) -> str:
     """The argument of a layer of the class that says what to compute again; `layer` is the source of its index."""
-    if not _is_told(program, block):
+    if not _differ(program, block):
         return ""
     return f"RECOMPUTE.get({layer}, ())" if _by_region(program) else f"{layer} in RECOMPUTE"
 
 
 def constants(program: Program) -> list[Code]:
     """RECOMPUTE: layers, or layer → regions; GROUPS: the paths of each group's layers, gathered for it as one."""
-    rows = [_group_row(program, again) for again in program.recompute if again.group > 1]
-    groups = [table("GROUPS = (  # layers that are recomputed as one are one unit", rows)] if rows else []
-    blocks = {call.block for call in program.layer_calls}
+    groups = [_group_row(program, again) for again in program.recompute if again.group > 1]
+    code = [*_constant(program), table("GROUPS = (  # layers that are recomputed as one are one unit", groups)]
+    return code if groups else code[:-1]
+
+
+def _constant(program: Program) -> list[Code]:
     within = _within_layers(program)
-    between = any(program.is_between(program.layer_calls[i].block) for i in within)
-    if not between and not any(_is_told(program, block) for block in blocks):
-        return [*groups]
+    recomputed = {program.layer_calls[layer].block for layer in within}
+    if not any(program.is_between(block) or _differ(program, block) for block in recomputed):
+        return []
     if not _by_region(program):
         layers = _range(sorted(i for i, what in within.items() if what == LAYER))
-        return [f"RECOMPUTE = {layers}  # layers whose activations backward computes again", *groups]
+        return [f"RECOMPUTE = {layers}  # layers whose activations backward computes again"]
     kinds = {what: _range([i for i in within if within[i] == what]) for what in within.values()}
     rows = [f"**dict.fromkeys({layers}, {tuple_text(regions_of(what) or (LAYER,))})" for what, layers in kinds.items()]
-    return [table("RECOMPUTE = {  # layer → what backward computes again", rows, "}"), *groups]
+    return [table("RECOMPUTE = {  # layer → what backward computes again", rows, "}")]
 
 
 def _range(layers: Sequence[int]) -> str:
@@ -127,7 +130,7 @@ def recomputed_text(program: Program, layers: Sequence[int]) -> list[str]:
 
 def layer_init(program: Program, block: str, declarations: Sequence[Code]) -> Suite:
     """The method __init__ of a layer's class."""
-    if not _is_told(program, block):
+    if not _differ(program, block):
         return function("__init__", ["self"], ["super().__init__()", *declarations])
     body = ["super().__init__()", "self._recompute = recompute", *declarations]
     return function("__init__", ["self", "recompute"], body)
@@ -140,7 +143,7 @@ def layer_forward(program: Program, block: str, arguments: Sequence[str]) -> lis
     parameters, layer = ["self", *arguments], f"self._layer({', '.join(arguments)})"
     if _by_region(program):
         again = ", ".join([quoted(LAYER), "self._layer", *arguments])
-        return [function("forward", parameters, [Statement(f"self._again({again})", returned=True)])]
+        return [function("forward", parameters, [Statement(f"self._recomputed({again})", returned=True)])]
     again = f"return {checkpointed('self._layer', *arguments)}"
     chosen = Suite("if self._recompute and torch.is_grad_enabled():", [again])
     return [function("forward", parameters, [chosen, Statement(layer, returned=True)])]
@@ -148,12 +151,12 @@ def layer_forward(program: Program, block: str, arguments: Sequence[str]) -> lis
 
 def by_regions(program: Program, block: str) -> list[Suite]:
     """The method by which a layer computes a part of it, for a class whose layers are told names of regions."""
-    if not _is_told(program, block) or not _by_region(program):
+    if not _differ(program, block) or not _by_region(program):
         return []
     again = f"return {checkpointed('part', '*values')}"
     chosen = Suite("if name in self._recompute and torch.is_grad_enabled():", [again])
     doc = ['"""A part of the layer; where RECOMPUTE names it, backward computes it again."""']
-    return [function("_again", ["self", "name", "part", "*values"], [chosen, "return part(*values)"], doc)]
+    return [function("_recomputed", ["self", "name", "part", "*values"], [chosen, "return part(*values)"], doc)]
 
 
 # --------------------------------------------------------------------------------

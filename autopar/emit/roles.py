@@ -95,12 +95,17 @@ class Roles:
             if info(node).requires_grad and any(not _projects(user) for user in node.users):
                 self.stream.add(node)
         for node in self.block.ops:
-            operands = node_inputs(node)
-            before = [n for n in operands if n in self.stream and info(n).shape == info(node).shape]
-            alone = len(before) == 1 and len(before[0].users) == 1
-            dressed = alone and (is_collective(node.target) or node.target in {*NORMS, DROPOUT})
-            if before and (node.target is aten.add.Tensor and len(operands) == 2 or dressed):
+            if self._goes_on(node):
                 self.stream.add(node)
+
+    def _goes_on(self, node: fx.Node) -> bool:
+        """Whether an op's value is the stream: a sum of it and a branch, or what alone reads it and only dresses it."""
+        operands = node_inputs(node)
+        before = [n for n in operands if n in self.stream and info(n).shape == info(node).shape]
+        if node.target is aten.add.Tensor:
+            return len(operands) == 2 and bool(before)
+        dresses = is_collective(node.target) or node.target in {*NORMS, DROPOUT}
+        return dresses and len(before) == 1 and len(before[0].users) == 1
 
     def _as_read(self, node: fx.Node, user: fx.Node) -> str:
         """What `user` takes `node` for."""

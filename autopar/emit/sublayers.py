@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -53,7 +53,7 @@ def sublayers(block: Block, roles: Roles) -> list[Sublayer]:
     taken = {info(n).ref.partition(".")[0] for n in block.placeholders(Role.PARAMETER, Role.BUFFER)}
     made: list[Sublayer] = []
     for part in parts:
-        name = _name(part, roles, {*taken, *(sublayer.name for sublayer in made)})
+        name = value_name(_name(part, roles), {*taken, *(sublayer.name for sublayer in made)})
         made.append(Sublayer(name, tuple(part)))
     return made
 
@@ -69,22 +69,18 @@ def _ends(place: int, ops: Sequence[fx.Node], block: Block, roles: Roles) -> boo
     return live == [node]
 
 
-def _name(part: Sequence[fx.Node], roles: Roles, taken: Container[str]) -> str:
-    modules = [info(n).module for n in part if n.target in HEAVY]
-    if any(n.target is EXPERTS for n in part):
-        return value_name("_experts", taken)
-    if any(n.target in ATTENTIONS or n.target in SOFTMAX for n in part) or any(map(ATTENTION.search, modules)):
-        base = "_cross_attention" if _reads_another(part, roles) else "_attention"
-    elif any(map(MLP.search, modules)) or sum(n.target in PROJECTIONS for n in part) > 1 and _activates(part):
-        base = "_mlp"
-    else:
-        names = [p for m in modules for p in m.split(".")[:1] if not p.isdigit()]
-        base = f"_{_snake(names[-1])}" if names else "_part"
-    return value_name(base, taken)
-
-
-def _activates(part: Sequence[fx.Node]) -> bool:
-    return any(n.target in ACTIVATIONS for n in part)
+def _name(part: Sequence[fx.Node], roles: Roles) -> str:
+    """The name of a sublayer's method: by its ops, by its modules, or that of its last module."""
+    targets, modules = [n.target for n in part], [info(n).module for n in part if n.target in HEAVY]
+    several = sum(map(PROJECTIONS.__contains__, targets)) > 1
+    if EXPERTS in targets:
+        return "_experts"
+    if not {*ATTENTIONS, *SOFTMAX}.isdisjoint(targets) or any(map(ATTENTION.search, modules)):
+        return "_cross_attention" if _reads_another(part, roles) else "_attention"
+    if any(map(MLP.search, modules)) or several and not ACTIVATIONS.isdisjoint(targets):
+        return "_mlp"
+    names = [part for module in modules for part in module.split(".")[:1] if not part.isdigit()]
+    return f"_{_snake(names[-1])}" if names else "_part"
 
 
 def _reads_another(part: Sequence[fx.Node], roles: Roles) -> bool:

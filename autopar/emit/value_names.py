@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import fx
@@ -70,40 +70,45 @@ def name_lines(
 
 
 def _line_name(lines: Lines, names: Names, node: fx.Node) -> str:
-    def free(base: str) -> str:
-        """The base, or with a number where another live value has it."""
-        live = {name for other, name in names.items() if lines.last_use(other) > lines.order[node]}
-        return value_name(base, live)
-
-    head = lines.head(node)
-    if role := lines.roles.of(node):
-        # A mask of biases that are trained is no mask.
-        return free("bias" if role == "mask" and info(node).requires_grad else role)
-    changed = None if head.target in NORMS else _changed(lines, names, head)
-    if changed is not None:
-        kept = names[changed]
-        return kept if lines.dies(changed, node) else free("h" if kept == "x" else kept)
-    if head.target in _OF_OP:
-        return free(_OF_OP[head.target])
-    reads = lines.reads(head)
-    running = [n for n in reads if names[n] in _RUNNING and lines.dies(n, node)]
-    if running and info(node).requires_grad and (head.target in NORMS or len(reads) == 1):
-        return names[running[0]]
-    return free(_name_by_op(lines, names, head, node))
+    """The name of a line's value: that of a value which it changes and which dies there, else one that is free."""
+    role = lines.roles.of(node)
+    changed = None if role else _changed(lines, names, node)
+    if changed is not None and lines.dies(changed, node):
+        return names[changed]
+    if role == "mask" and info(node).requires_grad:
+        base = "bias"  # a mask of biases that are trained is no mask
+    elif changed is not None:
+        base = "h" if names[changed] == "x" else names[changed]
+    else:
+        base = role or _name_by_op(lines, names, node)
+    return value_name(base, {name for other, name in names.items() if lines.last_use(other) > lines.order[node]})
 
 
-def _changed(lines: Lines, names: Names, head: fx.Node) -> fx.Node | None:
-    """The value that a line changes: its main operand, through what is folded into the line."""
+def _changed(lines: Lines, names: Names, node: fx.Node) -> fx.Node | None:
+    """The value that a line changes: its main operand, or the one hidden state that it reads last."""
+    head, reads = lines.head(node), lines.reads(lines.head(node))
+    if head.target not in NORMS and (main := _main_operand(lines, head)) in names:
+        return main
+    if head.target in _OF_OP or not info(node).requires_grad or head.target not in NORMS and len(reads) != 1:
+        return None
+    return next((value for value in reads if names[value] in _RUNNING and lines.dies(value, node)), None)
+
+
+def _main_operand(lines: Lines, head: fx.Node) -> fx.Node | None:
+    """The operand that an op dresses, activates or adds to, through what is folded into the line."""
     main = lines.roles.main(head) or (node_inputs(head)[0] if head.target in ACTIVATIONS else None)
     if lines.roles.is_residual(head):
         main = next(n for n in node_inputs(head) if n in lines.roles.stream)
     while main is not None and main in lines.folded:
         main = lines.roles.main(main)
-    return main if main in names else None
+    return main
 
 
-def _name_by_op(lines: Lines, names: Names, head: fx.Node, node: fx.Node) -> str:
-    facts = info(head)
+def _name_by_op(lines: Lines, names: Names, node: fx.Node) -> str:
+    """A name for what an op makes: by the op, its module, or the values that it is made of."""
+    head, facts = lines.head(node), info(lines.head(node))
+    if head.target in _OF_OP:
+        return _OF_OP[head.target]
     if head.target in HEAVY and facts.module:
         return _short(facts.module)
     if facts.dtype == torch.bool or _hides(head):
@@ -148,22 +153,28 @@ def value_names(program: Program) -> dict[str, str]:
     still to be read.
     """
     inputs = {*program.inputs, *map(argument_name, program.inputs)}
-    names: dict[str, str] = {}
+    tables = [call for call in program.calls if call.block == TABLES]
     others = [call for call in program.calls if call.block != TABLES]
-    for call in (call for call in program.calls if call.block == TABLES):
-        for value, base in zip(call.outputs, _names_inside(program, call, names), strict=True):
-            names[value] = value_name(base, inputs | set(names.values()))
+    names: dict[str, str] = {}
+    for call in tables:
+        names |= _free(zip(call.outputs, _names_inside(program, call, names), strict=True), inputs | {*names.values()})
     last_use = {value: place for place, call in enumerate(others) for value in call.inputs}
     last_use |= dict.fromkeys(names, len(others))
     inside: dict[str, list[str]] = {}
     for place, call in enumerate(others):
-        taken = inputs | {names[value] for value in names if last_use.get(value, -1) > place}
         bases = inside.setdefault(call.block, []) or _names_inside(program, call, names)
         inside[call.block] = bases
-        hidden = _hidden_state(program, call, bases, [last_use.get(value, -1) <= place + 1 for value in call.outputs])
-        for i, value in enumerate(call.outputs):
-            names[value] = value_name("x" if i == hidden else _lasting_name(program, call, i, bases[i]), taken)
-            taken.add(names[value])
+        brief = [last_use.get(value, -1) <= place + 1 for value in call.outputs]
+        taken = inputs | {names[value] for value in names if last_use.get(value, -1) > place}
+        names |= _free(zip(call.outputs, _names_outside(program, call, bases, brief), strict=False), taken)
+    return names
+
+
+def _free(bases: Iterable[tuple[str, str]], taken: set[str]) -> dict[str, str]:
+    """Value → a name like its base, none of them taken or given twice."""
+    names: dict[str, str] = {}
+    for value, base in bases:
+        names[value] = value_name(base, {*taken, *names.values()})
     return names
 
 
@@ -185,12 +196,16 @@ def _names_inside(program: Program, call: Call, names: Mapping[str, str]) -> lis
     return [inside[node] for node in block.results]
 
 
-def _hidden_state(program: Program, call: Call, bases: list[str], brief: list[bool]) -> int | None:
-    """The place of the one result that is the hidden state: it has a gradient and only the next call reads it."""
+def _names_outside(program: Program, call: Call, bases: list[str], brief: list[bool]) -> list[str]:
+    """Names for a call's results in Model.forward: `x` for the hidden state, which only the next call reads.
+
+    brief: whether only the next call reads a result. The hidden state has a gradient; there is one at most.
+    """
     results = program.blocks[call.block].results
     possible = [i for i, node in enumerate(results[: len(brief)]) if brief[i] and info(node).requires_grad]
     stream = [i for i in possible if bases[i].partition("_")[0] in ("x", "h")]
-    return next(iter(stream or possible), None)
+    hidden = next(iter(stream or possible), None)
+    return ["x" if i == hidden else _lasting_name(program, call, i, base) for i, base in enumerate(bases)]
 
 
 def _lasting_name(program: Program, call: Call, place: int, base: str) -> str:

@@ -24,11 +24,7 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--steps", type=int, default=100, help="optimizer steps of this run")
     add("--lr", type=float, help="learning rate, constant (default: the plan's)")
-    add(
-        "--seed",
-        type=int,
-        help="of initialisation, dropout and the order of the data (default: 0, or as saved)",
-    )
+    add("--seed", type=int, help="of initialisation, dropout and the order of the data (default: 0, or as saved)")
     add("--clip", type=float, help="largest total gradient norm (default: no clipping)")
     add("--loss-scale", type=float, default=65536.0, help="of fp16, at first (default: 65536)")
     add(
@@ -38,11 +34,7 @@ def parse_arguments() -> argparse.Namespace:
         metavar="STEPS",
         help="clean steps until the loss scale doubles (default: 2000)",
     )
-    add(
-        "--data",
-        metavar="MODULE:FUNCTION",
-        help="gives a map-style dataset of dicts (default: Python's source)",
-    )
+    add("--data", metavar="MODULE:FUNCTION", help="gives a map-style dataset of dicts (default: Python's source)")
     add("--no-shuffle", action="store_true", help="train on the samples in their order")
     add("--log", type=Path, metavar="FILE", help="append a JSON line a step")
     add(

@@ -36,11 +36,11 @@ GROUPS = (  # layers that are recomputed as one are one unit
 
 
 def rotate(x, cos, sin):
-    """Rotary position embedding: each pair of the last dim is a point, turned by its angle."""
+    """Rotary position embedding: each pair of the last dim is a point, rotated by its angle."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     half = x.shape[-1] // 2
-    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-    return x * cos + turned * sin
+    rotated = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+    return x * cos + rotated * sin
 
 
 class LlamaDecoderLayer(nn.Module):
@@ -60,16 +60,16 @@ class LlamaDecoderLayer(nn.Module):
         parameter(self, "mlp.down_proj.weight", (64, 160))
 
     def forward(self, x, cos, sin):
-        return self._again("layer", self._layer, x, cos, sin)
+        return self._recomputed("layer", self._layer, x, cos, sin)
 
     def _layer(self, x, cos, sin):  # x: [b, s, 64]
-        attn = self._again("attention", self._attention, x, cos, sin)
+        attn = self._recomputed("attention", self._attention, x, cos, sin)
         x = x + attn
 
         h = self.post_attention_layernorm.weight * F.rms_norm(x, (64,), eps=1e-06)
         gate = F.linear(h, self.mlp.gate_proj.weight)
         up = F.linear(h, self.mlp.up_proj.weight)
-        mlp = self._again("activation", self._activation, gate, up)
+        mlp = self._recomputed("activation", self._activation, gate, up)
         return x + mlp
 
     def _attention(self, x, cos, sin):  # x: [b, s, 64]
@@ -88,7 +88,7 @@ class LlamaDecoderLayer(nn.Module):
         h = F.silu(gate) * up
         return F.linear(h, self.mlp.down_proj.weight)
 
-    def _again(self, name, part, *values):
+    def _recomputed(self, name, part, *values):
         """A part of the layer; where RECOMPUTE names it, backward computes it again."""
         if name in self._recompute and torch.is_grad_enabled():
             return checkpoint(part, *values, use_reentrant=False)

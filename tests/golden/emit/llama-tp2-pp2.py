@@ -33,11 +33,11 @@ TIED = ()  # (alias, original)
 
 
 def rotate(x, cos, sin):
-    """Rotary position embedding: each pair of the last dim is a point, turned by its angle."""
+    """Rotary position embedding: each pair of the last dim is a point, rotated by its angle."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     half = x.shape[-1] // 2
-    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-    return x * cos + turned * sin
+    rotated = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+    return x * cos + rotated * sin
 
 
 class LlamaDecoderLayer(nn.Module):
