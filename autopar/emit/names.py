@@ -97,10 +97,8 @@ def _place(block: str, layers: Sequence[Call]) -> str:
     ends = {(True, False): "First", (False, True): "Last"}
     alone = blocks.count(block) == 1
     end = ends.get((blocks[0] == block, blocks[-1] == block), "") if alone else ""
-    return (
-        "".join(word.title().replace("_", "") for word in _words(path, {parent(call) for call in layers} - {path}))
-        + end
-    )
+    words = _words(path, {parent(call) for call in layers} - {path})
+    return "".join(word.title().replace("_", "") for word in words) + end
 
 
 def _words(path: str, others: Collection[str]) -> list[str]:

@@ -13,7 +13,7 @@ from . import random
 from .parameters import Container
 
 BACKEND = "inductor"
-_CHECKPOINTS = {"checkpoint", "_again"}
+_CHECKPOINTS = {"checkpoint", "_recomputed"}
 
 
 def compile_layers(model: nn.Module, layers: Sequence[str]) -> None:
