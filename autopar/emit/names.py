@@ -22,9 +22,8 @@ _OF_TORCH = {
 }
 _OF_RUNTIME = {
     "attention": ("gathered_attention", "ring_attention"),
-    "collectives": tuple(COLLECTIVES),
+    "collectives": (*COLLECTIVES, "head_of"),
     "experts": ("experts",),
-    "heads": ("head_of",),
     "linear_loss": ("linear_cross_entropy",),
     "loss": ("cross_entropy", "embedding"),
     "norm": ("batch_norm", "statistics"),

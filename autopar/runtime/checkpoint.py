@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from .data_parallel import local_part
 from .optimizer import Optimizer, Parameters
 from .parameters import Value
 from .pieces import Piece, piece_of, read_pieces, saved_tensors, write_pieces
@@ -50,7 +51,7 @@ class State:
         for key, stored in saved_tensors(folder).items():
             saved.setdefault(key.rpartition(".")[0], {})[key.rpartition(".")[2]] = stored
         states = {
-            name: _empty_states(p.detach(), saved.get(f"optimizer.{self.names.whole(name)}", {}))
+            name: _empty_states(local_part(p.detach()), saved.get(f"optimizer.{self.names.whole(name)}", {}))
             if resume_optimizer
             else {}
             for name, p in self.parameters.items()
@@ -70,9 +71,10 @@ class State:
         pieces = _plain("model", self.buffers)
         for name, p in self.parameters.items():
             whole = self.names.whole(name)
-            pieces.setdefault(f"model.{whole}", []).append(self.names.piece(name, p))
+            piece = self.names.piece(name, p)
+            pieces.setdefault(f"model.{whole}", []).append(piece)
             for key, state in states[name].items():
-                pieces.setdefault(f"optimizer.{whole}.{key}", []).append(self.names.piece(name, state))
+                pieces.setdefault(f"optimizer.{whole}.{key}", []).append(piece.of_state(state))
         return pieces
 
 
@@ -98,7 +100,7 @@ def _plain(group: str, tensors: Mapping[str, Tensor]) -> dict[str, list[Piece]]:
 
 
 def _empty_states(p: Tensor, saved: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:
-    """A tensor to read each saved state of a parameter into: laid out as the parameter, or a counter."""
+    """A tensor to read each saved state of a parameter into: as this rank's part `p` of it, or a counter."""
     return {
         key: torch.zeros_like(p) if stored.size or key != "step" and not p.dim() else _empty(stored)
         for key, stored in saved.items()

@@ -89,6 +89,13 @@ def pad_shard(x: Tensor, dim: int, axis: str) -> Tensor:
     return _convert(x, axis, partial(_pad, dim), partial(_slice, dim))
 
 
+def head_of(x: Tensor, axis: str) -> Tensor:
+    """Of fewer K/V heads than ranks, [batch, heads, tokens, width] whole on every rank, the one that this rank's query
+    heads read. Its gradient is this rank's summand: Replicate, grad Partial.
+    """
+    return x.narrow(1, current().rank(axis) * x.shape[1] // current().size(axis), 1)
+
+
 class _Convert(torch.autograd.Function):
     """A linear map of the value, and another of the gradient."""
 

@@ -33,8 +33,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from .mesh import Mesh
 from .parameters import Value, materialise
 from .precision import compute_dtype, reduction_dtype
-from .prefetch import Prefetch
-from .units import Unit, units_of
+from .units import Prefetch, Unit, units_of
 
 BUCKET_ELEMENTS = 8 * 2**20
 

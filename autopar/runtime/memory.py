@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .dispatch import TorchDispatchMode
-from .trees import tree_leaves
+from .internals import TorchDispatchMode, tree_leaves
 
 
 class LiveStorage(TorchDispatchMode):

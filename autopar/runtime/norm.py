@@ -45,22 +45,6 @@ def batch_norm(
     return result.to(x.dtype)
 
 
-def update_statistics(model: nn.Module) -> None:
-    """After a step: running statistics take the values of its forward, and its batch is counted."""
-    for name, buffer in model.named_buffers():
-        if name.rpartition(".")[2] == "num_batches_tracked":
-            buffer += 1
-        elif (following := getattr(buffer, "following", None)) is not None:
-            buffer.copy_(following)
-            del buffer.following  # type: ignore[attr-defined]
-
-
-def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The persistent buffers, which are saved, by name."""
-    kept = model.state_dict().keys()
-    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
-
-
 class _BatchNorm(torch.autograd.Function):
     """x̂ = (x − mean) / √(variance + eps). All-reduces of two or one number a channel: 2 forward, 1 backward."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,17 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-# torch has no public name for it.
-from .mesh import Mesh, current
+from .internals import tree_flatten, tree_leaves, tree_unflatten
+from .mesh import current
+from .optimizer import reached
 from .parameters import local
 from .precision import raise_float32
-from .trees import tree_flatten, tree_leaves, tree_unflatten
 
 FILE = "opaque.pt"
-_reached: set[tuple[nn.Module, str]] = set()  # parameters with a gradient since `drop`: (holder, name in it)
 
 
 @dataclass(frozen=True)
@@ -128,41 +126,5 @@ class _Mark(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None, None]:
         if gradients[0] is not None:
-            _reached.add(ctx.key)
+            reached.add(ctx.key)
         return gradients[0], None, None
-
-
-class LeftOut:
-    """A parameter that all calls of a step, on all ranks, leave out has no gradient, as in the original: optimizers
-    then leave it alone, and a gradient of zero would let it decay.
-
-    names: of the whole program's parameters that only opaque modules read.
-    """
-
-    def __init__(
-        self,
-        names: Sequence[str],
-        original: Callable[[str], str],
-        models: Iterable[nn.Module],
-        parameters: Mapping[str, Tensor],
-    ) -> None:
-        self._flag = {name: i for i, name in enumerate(dict.fromkeys(map(original, names)))}
-        modules = (named for model in models for named in model.named_modules())
-        self._paths = {module: f"{path}." if path else "" for path, module in modules}
-        self._original, self._parameters = original, parameters
-
-    def drop(self, mesh: Mesh) -> None:
-        """Every rank calls, after a step's gradients are summed."""
-        if not self._flag:
-            return
-        own = [(self._paths[holder], name) for holder, name in _reached if holder in self._paths]
-        reached = {self._original(path + name) for path, name in own}
-        _reached.clear()
-        flags = torch.tensor([name in reached for name in self._flag], dtype=torch.int32, device=mesh.device)
-        if mesh.settings.world_size > 1:
-            dist.all_reduce(flags, dist.ReduceOp.MAX)
-        graded = flags.tolist()
-        for name, p in self._parameters.items():
-            place = self._flag.get(self._original(name))
-            if place is not None and not graded[place]:
-                p.grad = None

@@ -1,10 +1,11 @@
-"""The optimizer, the exact global gradient norm, and tied parameters that live on two stages."""
+"""The optimizer, the exact global gradient norm, and gradients that ranks agree on: of tied parameters, and of those
+that only some calls read."""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from .data_parallel import all_reduce_buckets, local_part
 from .mesh import Mesh
+from .weights import Groups
 
 Parameters = Mapping[str, nn.Parameter]
-Groups = Sequence[tuple[Sequence[str], Mapping[str, Any]]]  # (parameter names, options over the defaults)
+reached: set[tuple[nn.Module, str]] = set()  # parameters of opaque modules with a gradient in this step: (holder, name)
 
 
 class Optimizer:
@@ -36,16 +38,17 @@ class Optimizer:
     ) -> None:
         self._parameters = parameters
         self._parts = {n: nn.Parameter(local_part(p.detach()), p.requires_grad) for n, p in parameters.items()}
-        named = {n for names, _ in groups for n in names}
-        layout = [*groups, ([n for n in parameters if n not in named], {})]
-        param_groups = [
-            {"params": [self._parts[n] for n in names if n in parameters and parameters[n].requires_grad], **own}
-            for names, own in layout
-        ]
+        grouped = {name for names, _ in groups for name in names}
+        layout = [*groups, ([name for name in parameters if name not in grouped], {})]
+        param_groups = [{"params": self._trained_parts(names), **changes} for names, changes in layout]
         kind = getattr(torch.optim, name)
-        if on_host and _fuses(kind, [options, *(own for _, own in groups)]):
+        if on_host and _fuses(kind, [options, *(changes for _, changes in groups)]):
             options = {**options, "fused": True}  # one pass over memory instead of ten
         self._optimizer: torch.optim.Optimizer = kind(param_groups, **options)
+
+    def _trained_parts(self, names: Iterable[str]) -> list[nn.Parameter]:
+        """Of the named parameters, the parts of those that this rank has and that are trained."""
+        return [self._parts[name] for name in names if name in self._parts and self._parts[name].requires_grad]
 
     def zero_grad(self) -> None:
         for p in (*self._parameters.values(), *self._parts.values()):
@@ -57,27 +60,17 @@ class Optimizer:
         self._optimizer.step()
 
     def states(self, name: str) -> dict[str, Tensor]:
-        """The state tensors of a parameter, laid out as it is; they share memory with the optimizer's own."""
-        own = self._optimizer.state.get(self._parts[name], {})
-        return {key: self._like(name, value) for key, value in own.items() if isinstance(value, Tensor)}
+        """The optimizer's own tensors for a parameter: states of this rank's part, and counters."""
+        states = self._optimizer.state.get(self._parts[name], {})
+        return {key: value for key, value in states.items() if isinstance(value, Tensor)}
 
     def load_states(self, name: str, states: Mapping[str, Tensor]) -> None:
         """Take states as saved. Counters go where torch's load_state_dict has them."""
         part = self._parts[name]
         options = next((g for g in self._optimizer.param_groups if any(p is part for p in g["params"])), {})
         on_device = bool(options.get("fused") or options.get("capturable"))
-        own = {key: local_part(value) for key, value in states.items()}
-        moved = {key: x if key == "step" and not on_device else x.to(part.device) for key, x in own.items()}
+        moved = {key: x if key == "step" and not on_device else x.to(part.device) for key, x in states.items()}
         self._optimizer.state[part].update(moved)
-
-    def _like(self, name: str, value: Tensor) -> Tensor:
-        p = self._parameters[name]
-        if not isinstance(p, DTensor) or value.dim() == 0:
-            return value
-        if value.device.type != p.device_mesh.device_type:
-            # Offloaded. `_spec` is private, but the public from_local would move all states to the GPU.
-            return DTensor(value, p._spec, requires_grad=False)
-        return DTensor.from_local(value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
 
 def _fuses(kind: type[torch.optim.Optimizer], options: Iterable[Mapping[str, Any]]) -> bool:
@@ -176,3 +169,38 @@ def _group_of_stages(stages: Sequence[int], mesh: Mesh) -> dist.ProcessGroup:
     group: dist.ProcessGroup
     group, _ = dist.new_subgroups_by_enumeration(columns)
     return group
+
+
+class LeftOut:
+    """Parameters that opaque modules have read in no call of a step, on any rank, have no gradient, as in the original:
+    an optimizer leaves them alone, and a gradient of zero would let them decay.
+
+    names: the whole program's parameters that only opaque modules read.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        original: Callable[[str], str],
+        models: Iterable[nn.Module],
+        parameters: Mapping[str, Tensor],
+    ) -> None:
+        self._flag = {name: i for i, name in enumerate(dict.fromkeys(map(original, names)))}
+        modules = (named for model in models for named in model.named_modules())
+        self._paths = {module: f"{path}." if path else "" for path, module in modules}
+        self._original, self._parameters = original, parameters
+
+    def drop(self, mesh: Mesh) -> None:
+        """Every rank calls, after a step's gradients are summed."""
+        if not self._flag:
+            return
+        own = {self._original(self._paths[holder] + name) for holder, name in reached if holder in self._paths}
+        reached.clear()
+        flags = torch.tensor([name in own for name in self._flag], dtype=torch.int32, device=mesh.device)
+        if mesh.settings.world_size > 1:
+            dist.all_reduce(flags, dist.ReduceOp.MAX)
+        graded = flags.tolist()
+        for name, p in self._parameters.items():
+            place = self._flag.get(self._original(name))
+            if place is not None and not graded[place]:
+                p.grad = None

@@ -132,3 +132,19 @@ def submodule(module: nn.Module, path: str, child: nn.Module) -> None:
     owner, leaf = owner_of(module, path)
     if not hasattr(owner, leaf):
         owner.add_module(leaf, child)
+
+
+def update_statistics(model: nn.Module) -> None:
+    """After a step: running statistics take the values of its forward, and its batch is counted."""
+    for name, buffer in model.named_buffers():
+        if name.rpartition(".")[2] == "num_batches_tracked":
+            buffer += 1
+        elif (following := getattr(buffer, "following", None)) is not None:
+            buffer.copy_(following)
+            del buffer.following  # type: ignore[attr-defined]
+
+
+def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The persistent buffers, which are saved, by name."""
+    kept = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in kept}

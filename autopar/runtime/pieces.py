@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,10 @@ class Piece:
         offsets, sizes = list(self.offsets), list(self.size)
         offsets[dim], sizes[dim] = offsets[dim] + start, size
         return Piece(self.values, tuple(offsets), tuple(sizes))
+
+    def of_state(self, state: Tensor) -> Piece:
+        """The block of an optimizer's state of this block of a parameter; a counter is that of the whole."""
+        return replace(self, values=state) if state.dim() else piece_of(state)
 
 
 Pieces = Mapping[str, Sequence[Piece]]  # key "group.name" → this rank's blocks of that tensor

@@ -22,12 +22,6 @@ class Tile(NamedTuple):
     keys: range
     shape: Shape
 
-    @property
-    def area(self) -> int:
-        """Scores to compute."""
-        rows, keys = len(self.rows), len(self.keys)
-        return rows * keys if self.shape == "full" else rows * (rows + 1) // 2
-
 
 @dataclass(frozen=True)
 class Layout:

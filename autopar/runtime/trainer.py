@@ -19,15 +19,12 @@ from torch import Tensor, nn
 from .bounds import outside_error, take_noticed
 from .checkpoint import State, resumed_values
 from .compiled import compile_layers
-from .copies import by_name, copied_names, with_copies
+from .data import padded
 from .data_parallel import distribute, full, local_part
 from .folders import Manifest, find_checkpoint, refuse_later, write_folder
 from .mesh import init_mesh
-from .norm import kept_buffers, update_statistics
-from .opaque import LeftOut
-from .optimizer import Optimizer, Tied, clip_factor, scale_gradients, square_sum
-from .padding import padded
-from .parameters import Value, buffer, materialise, parameter
+from .optimizer import LeftOut, Optimizer, Tied, clip_factor, scale_gradients, square_sum
+from .parameters import Value, buffer, kept_buffers, materialise, parameter, update_statistics
 from .pipeline import Batch, make_run
 from .precision import (
     LossScale,
@@ -39,7 +36,7 @@ from .precision import (
 )
 from .random import seed_generators
 from .settings import Program
-from .weights import Names, read_weights
+from .weights import Names, by_name, copied_names, read_weights, with_copies
 
 
 @dataclass(frozen=True)

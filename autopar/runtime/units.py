@@ -1,16 +1,22 @@
 """Units of data parallelism: parameters that are gathered together, and whose gradients are reduced together.
 
 Each layer is one, or a group of layers that backward computes again together, and so is what a method of the model
-reads outside of layers: embeddings before them, norm and head after them.
+reads outside of layers: embeddings before them, norm and head after them. While one unit computes, the next one's
+parameters are on their way, forward and backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
+from .internals import tree_leaves
 from .parameters import Container
 
 
@@ -57,16 +63,64 @@ def _ends(model: nn.Module, layers: Sequence[Unit], ends: Mapping[str, Sequence[
     """A unit for each method: the modules all of whose parameters it alone reads. What is shared, as a tied embedding
     is, stays with the model, whole from the first to the last that reads it."""
     modules = dict(model.named_modules())
+    present = {name: [path for path in paths if path in modules] for name, paths in ends.items()}
     readers: dict[int, set[str]] = {}
-    inside = ((module.parameters(), "a layer") for unit in layers for module in unit.modules.values())
-    outside = (
-        (modules[p].parameters(recurse=False), name) for name, paths in ends.items() for p in paths if p in modules
-    )
-    for parameters, reader in (*inside, *outside):
+    inside = [("a layer", module.parameters()) for unit in layers for module in unit.modules.values()]
+    outside = [(name, modules[p].parameters(recurse=False)) for name, paths in present.items() for p in paths]
+    for reader, parameters in (*inside, *outside):
         for p in parameters:
             readers.setdefault(id(p), set()).add(reader)
-    for name, paths in ends.items():
-        own = [p for p in paths if p in modules and all(readers.get(id(x)) == {name} for x in modules[p].parameters())]
-        tops = [path for path in own if not any(path.startswith(f"{other}.") for other in own)]
+    for name, paths in present.items():
+        alone = [path for path in paths if all(readers.get(id(p)) == {name} for p in modules[path].parameters())]
+        tops = [path for path in alone if not any(path.startswith(f"{other}.") for other in alone)]
         if tops:
             yield Unit({path: modules[path] for path in tops}, name)
+
+
+# --------------------------------------------------------------------------------
+# The order of gathers. fully_shard by itself issues one when its unit is reached: early only as far as the host runs
+# ahead of the device, and in a pipeline its backward would go on from one micro-batch to another.
+
+
+class Prefetch:
+    """Notes the order in which the first forward uses the units, and has each gather the next one (depth 1).
+
+    A unit that is used several times with different ones after it gathers none for them.
+    """
+
+    def __init__(self, root: nn.Module, units: Sequence[nn.Module]) -> None:
+        self._used: list[tuple[nn.Module, bool]] = []
+        self._hooks = [unit.register_forward_hook(self._note) for unit in units]
+        self._hooks.append(root.register_forward_hook(self._set))
+
+    def note(self, unit: nn.Module, output: Any) -> None:
+        """`unit` has computed `output`; a unit without a graph is not part of the backward."""
+        graded = any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(output))
+        if self._hooks:
+            self._used.append((unit, graded))
+
+    def _note(self, unit: nn.Module, inputs: Any, output: Any) -> None:
+        self.note(unit, output)
+
+    def _set(self, root: nn.Module, inputs: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            self._used.clear()
+            return
+        for unit, following in _followers([root, *(unit for unit, _ in self._used)]):
+            unit.set_modules_to_forward_prefetch([following] if following else [])
+        for unit, following in _followers([root, *(unit for unit, graded in reversed(self._used) if graded)]):
+            # With none set, torch goes on to the last unit of another micro-batch, or to one without a backward.
+            unit.set_modules_to_backward_prefetch([following or unit])
+        while self._hooks:
+            self._hooks.pop().remove()
+
+
+def _followers(order: Sequence[nn.Module]) -> Iterator[tuple[FSDPModule, FSDPModule | None]]:
+    """Each unit with the one that always follows it; None where that is not always the same one."""
+    after: dict[nn.Module, set[nn.Module | None]] = {}
+    for unit, following in zip_longest(order, order[1:]):
+        after.setdefault(unit, set()).add(following)
+    for unit, all_following in after.items():
+        following = all_following.pop() if len(all_following) == 1 else None
+        assert isinstance(unit, FSDPModule) and isinstance(following, FSDPModule | None)
+        yield unit, following

@@ -1,17 +1,18 @@
-"""Where values come from: weights files, recorded initialisation, and the names of the original model."""
+"""The names of the original model, and where values come from: weights files and recorded initialisation."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .parameters import Value
 from .pieces import Piece, piece_of
@@ -19,6 +20,7 @@ from .pieces import Piece, piece_of
 WEIGHTS, RECIPES = "weights.pt", "init.json"
 RANDOM_OPS = ("normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "random_")
 Part = tuple[str, int, int, int]  # (original name, dim, start, length)
+Groups = Sequence[tuple[Sequence[str], Mapping[str, Any]]]  # an optimizer's (parameter names, options)
 
 
 @dataclass(frozen=True)
@@ -50,9 +52,9 @@ class Names:
         return self.parts[name][0] if name in self.parts else name
 
     def piece(self, name: str, x: Tensor) -> Piece:
-        """This rank's block of a parameter, or of a state laid out as it is, inside the original's tensor."""
+        """This rank's block of a parameter, inside the original's tensor."""
         part = self.parts.get(self.original(name))
-        if part is None or x.dim() == 0:  # a counter of the optimizer's is that of the whole
+        if part is None:
             return piece_of(x)
         fused, dim, start, _ = part
         return piece_of(x).inside(dim, start, self.wholes[fused])
@@ -81,6 +83,38 @@ class Names:
             whole = [*x.shape[:dim], self.wholes[fused], *x.shape[dim + 1 :]]
             joined.setdefault(fused, x.new_zeros(whole)).narrow(dim, start, length).copy_(x)
         return joined
+
+
+# --------------------------------------------------------------------------------
+# Parameters that several virtual stages of a rank have under one name, as those of a layer object used again. The first
+# stage's has the name; the copy of its n-th other stage is called `name@n` on this rank, and is tied to it.
+
+
+def by_name(models: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+    """The parameters of several models, none left out."""
+    return {key: p for key, _, p in _keyed(models)}
+
+
+def copied_names(models: Sequence[nn.Module], tied: Mapping[str, str]) -> dict[str, str]:
+    """Copy → the name under which its values are kept; `tied` says so of the original model's names."""
+    return {key: tied.get(name, name) for key, name, _ in _keyed(models) if key != name}
+
+
+def with_copies(groups: Groups, copies: Mapping[str, str]) -> Groups:
+    """The optimizer's groups, each copy in that of its original."""
+    return [((*names, *(key for key in copies if key.partition("@")[0] in names)), own) for names, own in groups]
+
+
+def _keyed(models: Sequence[nn.Module]) -> Iterator[tuple[str, str, nn.Parameter]]:
+    seen: set[str] = set()
+    for n, model in enumerate(models):
+        for name, p in model.named_parameters():
+            yield (f"{name}@{n}" if name in seen else name), name, p
+            seen.add(name)
+
+
+# --------------------------------------------------------------------------------
+# Where values come from
 
 
 def read_weights(weights: Path | Mapping[str, Tensor], program: Path, seed: int) -> Value:

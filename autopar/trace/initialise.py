@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import TraceError
-from ..runtime.dispatch import TorchDispatchMode
+from ..runtime.internals import TorchDispatchMode
 from .copies import copied
 from .huggingface import is_huggingface
 

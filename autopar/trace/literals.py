@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.overrides import TorchFunctionMode
 
-from ..runtime.trees import tree_leaves
+from ..runtime.internals import tree_leaves
 from .refusals import InsideError, TransformError
 from .source import line_of_the_user
 

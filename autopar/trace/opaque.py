@@ -24,8 +24,8 @@ from ..errors import TraceError
 from ..ir.build import replace_node
 from ..ir.custom import OPAQUE, OpaqueCall, Results, opaque_results
 from ..ir.graph import MODEL, Program, arguments, info, node_inputs
+from ..runtime.internals import tree_flatten
 from ..runtime.opaque import Applied, OpaqueModule
-from ..runtime.trees import tree_flatten
 from .checks import Checks
 from .copies import copied
 from .guards import custom_functions, quiet, refuse_recurrent

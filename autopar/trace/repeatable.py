@@ -16,8 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import TraceError
-from ..runtime.dispatch import TorchDispatchMode
-from ..runtime.trees import tree_leaves
+from ..runtime.internals import TorchDispatchMode, tree_leaves
 from .copies import copied
 from .input_sizes import InputSizes
 from .source import line_of_the_user

@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 from ..ir.build import replace_node
 from ..ir.graph import MODEL, Call, Program, arguments, info
 from ..ir.values import drop_unread
-from ..runtime.trees import tree_flatten
+from ..runtime.internals import tree_flatten
 
 _FEWEST = 6  # shorter lists are traced whole
 _Key = tuple[str, str]  # (path of a module in its layer, what of it)

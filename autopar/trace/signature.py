@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from ..errors import TraceError
-from ..runtime.trees import tree_leaves, tree_unflatten
+from ..runtime.internals import tree_leaves, tree_unflatten
 
 
 def check_inputs(inputs: Mapping[str, Any]) -> None:

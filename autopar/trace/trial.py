@@ -17,8 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..errors import TraceError
 from ..ir.custom import OpaqueCall
 from ..ir.graph import B, S
+from ..runtime.internals import tree_flatten, tree_unflatten
 from ..runtime.opaque import Applied
-from ..runtime.trees import tree_flatten, tree_unflatten
 from .copies import copied
 from .refusals import reason_of
 

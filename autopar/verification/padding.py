@@ -24,7 +24,7 @@ from ..progress import progress
 from ..request import Job
 from ..rules.padding import paddings_of
 from ..rules.random import draws
-from ..runtime.padding import padded
+from ..runtime.data import padded
 from ..trace.huggingface import is_huggingface
 from .difference import Outcome, difference
 from .draws import DRAWS, FEW, Draw, batch, batched, elements, parameters

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..runtime.internals import tree_leaves
 from ..runtime.precision import raise_float32
-from ..runtime.trees import tree_leaves
 from .same_draws import same_draws
 
 RMS_FLOOR = 1e-3

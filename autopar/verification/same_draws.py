@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime.dispatch import TorchDispatchMode
+from ..runtime.internals import TorchDispatchMode
 
 
 class same_draws(TorchDispatchMode):  # noqa: N801 - a context manager, named as torch names its own

@@ -15,8 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from autopar.runtime.dispatch import TorchDispatchMode
-from autopar.runtime.trees import tree_leaves
+from autopar.runtime.internals import TorchDispatchMode, tree_leaves
 
 COLLECTIVES = {
     "allgather": "gather",

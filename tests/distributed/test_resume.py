@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from autopar.emit.project import save_tensors
 from autopar.emit.source import load_source
@@ -140,12 +141,19 @@ def _seen(trainer: Trainer) -> Run:
     states: dict[str, dict[str, Tensor]] = {}
     for name in trainer.parameters:
         for key, value in trainer.optimizer.states(name).items():
-            states.setdefault(key, {})[name] = value
+            states.setdefault(key, {})[name] = _like(trainer.parameters[name], value)
     wholes = {
         key: {trainer.names.whole(n): x for n, x in values.items()} if key == "step" else trainer._whole(values)
         for key, values in states.items()
     }
     return copy.deepcopy(Run(trainer.state_dict(), wholes))
+
+
+def _like(p: nn.Parameter, state: Tensor) -> Tensor:
+    """A state laid out as its parameter is."""
+    if not isinstance(p, DTensor) or not state.dim():
+        return state
+    return DTensor.from_local(state, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
 
 def _merged(runs: list[Run]) -> dict[str, Tensor]:

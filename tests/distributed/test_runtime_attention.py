@@ -21,6 +21,7 @@ from autopar.runtime.mesh import current, init_mesh
 from autopar.runtime.tiles import Tile
 from tests.distributed.handwritten import make_settings
 from tests.harness import assert_parity, run_ranks
+from tests.tiles import area
 
 BATCH, SEQUENCE = 2, 48
 
@@ -268,7 +269,7 @@ class Recorder:
     def _counted(self, fn: Callable[..., Any], queries: int, keys: int) -> Callable[..., Any]:
         def block(*args: Any) -> Any:
             self.log.append("compute")
-            self.area += Tile(range(args[queries].shape[2]), range(args[keys].shape[2]), args[0]).area
+            self.area += area(Tile(range(args[queries].shape[2]), range(args[keys].shape[2]), args[0]))
             return fn(*args)
 
         return block

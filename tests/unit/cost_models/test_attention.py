@@ -13,6 +13,7 @@ from autopar.cost_models.attention import needed_share, pairs
 from autopar.ir.graph import NodeInfo, S, set_info
 from autopar.ir.ops import gathered_attention, ring_attention
 from autopar.runtime.tiles import Layout, ring_tiles, whole_tiles
+from tests.tiles import area
 
 ROWS = 256
 CASES = [
@@ -29,8 +30,8 @@ def attention(target: object, **options: object) -> fx.Node:
 @pytest.mark.parametrize(("cp", "zigzag", "window"), CASES)
 def test_the_busiest_rank_is_priced(cp: int, zigzag: bool, window: int | None) -> None:
     layout = Layout(cp, ROWS, ROWS, True, zigzag, window)
-    of_ring = [sum(t.area for block in range(cp) for t in ring_tiles(layout, r, block)) for r in range(cp)]
-    of_all = [sum(tile.area for tile in whole_tiles(layout, rank)) for rank in range(cp)]
+    of_ring = [sum(area(t) for block in range(cp) for t in ring_tiles(layout, r, block)) for r in range(cp)]
+    of_all = [sum(area(tile) for tile in whole_tiles(layout, rank)) for rank in range(cp)]
     options = {"is_causal": True, "zigzag": zigzag, "window": window}
     for target, counted in ((ring_attention, of_ring), (gathered_attention, of_all)):
         price = pairs(attention(target, ranks=cp, **options), S, cp * S).subs(S, ROWS)

@@ -18,8 +18,7 @@ from autopar.api import Parallelized
 from autopar.cli import main
 from autopar.errors import PlanError
 from autopar.plan.plan import Plan
-from autopar.runtime.data import StandardLibrary, load_dataset
-from autopar.runtime.padding import padded
+from autopar.runtime.data import StandardLibrary, load_dataset, padded
 from examples.gpt import GPT, GPTConfig
 from tests.distributed.handwritten import make_settings
 

@@ -20,7 +20,7 @@ from autopar.errors import PlanError
 from autopar.ir.graph import S, TensorInfo
 from autopar.ir.lengths import Padding
 from autopar.rules.padding import paddings_of
-from autopar.runtime.padding import padded
+from autopar.runtime.data import padded
 from autopar.verification.padding import compare_with_pads
 from tests.passes.programs import read
 

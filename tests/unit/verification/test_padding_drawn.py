@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from autopar.errors import PlanError
 from autopar.ir.graph import B, Program, S, TensorInfo
 from autopar.rules.padding import paddings_of
-from autopar.runtime.padding import padded
+from autopar.runtime.data import padded
 from autopar.verification.padding import compare_with_pads
 from tests.interpreter import run_program
 from tests.passes.programs import read

@@ -14,7 +14,7 @@ from autopar.compile.compiler import prepare
 from autopar.errors import PlanError
 from autopar.ir.graph import Program
 from autopar.request import Job, make_job
-from autopar.runtime.padding import padded
+from autopar.runtime.data import padded
 from autopar.verification.padding import check_padding
 from examples.gpt import GPT, GPTConfig
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.errors import PlanError
-from autopar.runtime.padding import padded
+from autopar.runtime.data import padded
 from tests.unit.verification.test_padding import (
     PADDING,
     SEQUENCE,

@@ -14,7 +14,7 @@ from autopar.compile.compiler import prepare
 from autopar.errors import PlanError
 from autopar.ir.graph import B, S, TensorInfo
 from autopar.rules.padding import paddings_of
-from autopar.runtime.padding import padded
+from autopar.runtime.data import padded
 from autopar.verification.padding import compare_with_pads
 from autopar.verification.samples import Input, inputs_of, random_batch
 from tests.passes.programs import read

@@ -1,4 +1,4 @@
-"""The mode that counting memory and recording initialisations rest on."""
+"""What is taken from private modules of torch: the mode that sees each op, and trees of tensors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from autopar.runtime.dispatch import TorchDispatchMode
+from autopar.runtime.internals import TorchDispatchMode, tree_flatten, tree_leaves, tree_unflatten
 
 
 class Names(TorchDispatchMode):
@@ -29,3 +29,13 @@ def test_each_op_is_seen_as_it_runs_forward_and_backward_and_nothing_after() -> 
     count = len(mode.seen)
     x.exp()
     assert len(mode.seen) == count
+
+
+def test_leaves_come_in_order_and_go_back_into_their_containers() -> None:
+    x, y = torch.zeros(2), torch.ones(3)
+    data = {"first": (x, [1, None]), "second": y}
+    leaves, form = tree_flatten(data)
+    assert leaves[0] is x and leaves[1:3] == [1, None] and leaves[3] is y
+    assert all(a is b for a, b in zip(tree_leaves(data), leaves, strict=True))
+    again = tree_unflatten([y, 2, 3, x], form)
+    assert again["first"][0] is y and again["first"][1] == [2, 3] and again["second"] is x
