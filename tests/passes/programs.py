@@ -1,4 +1,4 @@
-"""Programs read from text: the form that `program_text` prints, with types where it prints none.
+"""Programs read from the short form of text, that `program_text` prints, with types where it prints none.
 
     block model:
       x: [b, s, 8] = input x
@@ -12,17 +12,16 @@ blocks, calls: `h, t = Layer(x, t)  # layers.0`, or `loss = …` for the one wit
 
 from __future__ import annotations
 
-import operator
 import re
+from dataclasses import replace
 from textwrap import dedent
 from typing import Any
 
-import sympy
 import torch
-from torch import fx
 
 from autopar.ir.build import derives_gradient
-from autopar.ir.graph import MODEL, B, Block, Call, NodeInfo, Program, Role, S, TensorInfo, info, set_info, update_info
+from autopar.ir.graph import MODEL, Call, Program, Role, TensorInfo, info, update_info
+from autopar.ir.reader import read_program, write
 from autopar.ir.text import program_text
 from autopar.passes import Pass
 from autopar.passes.shard_parameters import ShardParameters
@@ -47,60 +46,52 @@ _CALL = re.compile(r"([\w, ]+) = (\w+)\(([\w, ]*)\)(?:  # ([\w.]+))?")
 
 def read(text: str) -> Program:
     """The program that a text describes; a block called "model" alone needs no call."""
-    blocks: dict[str, Block] = {}
+    blocks: list[str] = []
     calls: list[Call] = []
     for part in dedent(text).strip().split("\n\n"):
         head, *lines = part.splitlines()
         if head.startswith("block "):
-            name = head.removeprefix("block ").rstrip(":")
-            blocks[name] = Block(name, _graph([line.strip() for line in lines]))
+            blocks.append("\n    ".join([f"def {head.removeprefix('block ').rstrip(':')}():", *map(_line, lines)]))
         else:
             calls += map(_call, [head, *lines])
     calls = calls or [Call(MODEL, "")]
+    lines = ["name = 'Model'", f"calls = {write(tuple(calls))}", "parameters = {}", "buffers = {}", "inputs = {}"]
+    program = read_program("\n".join([*lines, *blocks]))
+    for block in program.blocks.values():
+        for node in block.nodes:
+            facts = info(node)
+            grad = derives_gradient(node) if node in block.ops else facts.role in (Role.PARAMETER, Role.VALUE)
+            update_info(node, requires_grad=facts.dtype.is_floating_point and grad)
     parameters = {
         call.full_name(info(n).ref): TensorInfo(info(n).shape, info(n).dtype, True)
         for call in calls
-        for n in blocks[call.block].placeholders(Role.PARAMETER)
+        for n in program.blocks[call.block].placeholders(Role.PARAMETER)
     }
-    return Program("Model", blocks, tuple(calls), parameters, {}, {})
+    return replace(program, parameters=parameters)
 
 
-def _graph(lines: list[str]) -> fx.Graph:
-    graph = fx.Graph()
-    nodes: dict[str, Any] = {"b": B, "s": S, "torch": torch, "float": float}
-    for line in lines:
-        if line.startswith("return "):
-            graph.output(tuple(nodes[name] for name in line.removeprefix("return ").split(", ")))
-            continue
-        match = _LINE.fullmatch(line)
-        assert match, line
-        name, shape, dtype, what = match.groups()
-        facts = NodeInfo(tuple(map(_size, filter(None, shape.split(", ")))), _DTYPES[dtype or "fp64"])
-        if made := re.fullmatch(r"([\w.]+)\((.*)\)", what):
-            args, kwargs = eval(f"(lambda *a, **k: (a, k))({made[2]})", {}, nodes)
-            node = graph.create_node("call_function", _op(made[1]), args, kwargs, name)
-            set_info(node, facts)
-            update_info(node, requires_grad=facts.dtype.is_floating_point and derives_gradient(node))
-        else:
-            role, ref = what.split(" ")
-            grad = facts.dtype.is_floating_point and role in ("parameter", "value")
-            node = graph.placeholder(name)
-            set_info(node, NodeInfo(facts.shape, facts.dtype, grad, Role(role), ref))
-        nodes[name] = node
-    return graph
+def _line(line: str) -> str:
+    """A line of a block as `write_program` writes it."""
+    if line.strip().startswith("return "):
+        return f"{line.strip()},"
+    match = _LINE.fullmatch(line.strip())
+    assert match, line
+    name, shape, dtype, what = match.groups()
+    facts = f"({shape}{',' if shape else ''}), {write(_DTYPES[dtype or 'fp64'])}"
+    if made := re.fullmatch(r"([\w.]+)\((.*)\)", what):
+        return f"{name}: NodeInfo({facts}) = {_op(made[1])}({made[2].replace('torch.', '')})"
+    role, ref = what.split(" ")
+    return f"{name}: NodeInfo({facts}, role={Role(role)}, ref={ref!r}) = placeholder({name!r})"
 
 
-def _size(text: str) -> sympy.Expr:
-    return sympy.sympify(text, {"b": B, "s": S})
-
-
-def _op(name: str) -> Any:
-    if name == "getitem":
-        return operator.getitem
+def _op(name: str) -> str:
+    """The whole name of an op: "add" is aten.add.Tensor here, where nothing is said."""
     packet, _, overload = name.partition(".")
+    if name == "getitem":
+        return name
     if hasattr(torch.ops.autopar_results, packet):
-        return getattr(torch.ops.autopar_results, packet).default
-    return getattr(getattr(aten, packet), overload or _OVERLOADS.get(packet, "default"))
+        return f"autopar_results.{packet}.default"
+    return f"aten.{packet}.{overload or _OVERLOADS.get(packet, 'default')}"
 
 
 def _call(line: str) -> Call:

@@ -16,8 +16,8 @@ block model:
   y: [b, s] {dtype} = masked_fill.Scalar(x, m, {low})
   z: [b, s] {dtype} = where.ScalarOther(m, y, {high})
   small: [b, s] {dtype} = masked_fill.Scalar(z, m, -10000.0)
-  inf: [b, s] {dtype} = masked_fill.Scalar(small, m, float("-inf"))
-  return inf
+  last: [b, s] {dtype} = masked_fill.Scalar(small, m, -inf)
+  return last
 """
 
 

@@ -68,8 +68,8 @@ TRUE = {
     "Hugging Face's window": (
         NEAR.format(w=5) + CAUSAL + "one: [] bool = ones([], dtype=torch.bool)\n"
         "some: [1, 1, s, s] bool = __and__.Tensor(one, near)\n"
-        "all: [1, 1, s, s] bool = __and__.Tensor(some, le)\n"
-        "m: [b, 1, s, s] bool = expand(all, [b, 1, s, s])",
+        "every: [1, 1, s, s] bool = __and__.Tensor(some, le)\n"
+        "m: [b, 1, s, s] bool = expand(every, [b, 1, s, s])",
         5,
     ),
     "a window of one": (NEAR.format(w=1) + CAUSAL + BOTH, 1),
