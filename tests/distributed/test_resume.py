@@ -92,6 +92,8 @@ def _lora() -> Subject:
 
 ZERO3: dict[str, Any] = {"dp": 2, "micro_batch": 3, "zero": 3}
 ONE, PP2, TP2, DP2 = dict[str, Any](), {"pp": 2}, {"tp": 2}, {"dp": 2, "micro_batch": 6}
+TP4, DP4 = {"tp": 4}, {"dp": 4, "micro_batch": 3, "zero": 3}
+DP4_TP2 = {"dp": 4, "tp": 2, "micro_batch": 3}
 GPIPE = {"pp": 2, "micro_batch": 12, "schedule": "gpipe"}
 VIRTUAL = {"pp": 2, "virtual_stages": 2, "schedule": "interleaved", "micro_batch": 3}
 ALL = {"pp": 2, "dp": 2, "tp": 2, "micro_batch": 3, "zero": 2}
@@ -112,7 +114,10 @@ class Case:
 
 
 CASES = {
-    "fused": Case(lambda: family("gpt2", FP64), ZERO3, (TP2, PP2), quick=True),
+    "fused": Case(lambda: family("gpt2", FP64), ZERO3, (TP2, PP2)),
+    "fused, over fewer replicas": Case(
+        lambda: family("gpt2", FP64), {"dp": 4, "tp": 2, "micro_batch": 3}, (TP4, DP4), quick=True
+    ),
     "tied": Case(lambda: programs.gpt(FP64), {**TP2, **ZERO3}, (PP2, ONE)),
     "parts on several stages": Case(lambda: _own(Film), PP2, ({**PP2, **ZERO3}, TP2), quick=True),
     "frozen": Case(_lora, ZERO3, (TP2, PP2)),

@@ -7,13 +7,16 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from autopar.api import parallelize
 from autopar.cli import main
@@ -198,3 +201,62 @@ def test_a_rank_that_raises_ends_the_job(tmp_path: Path) -> None:
     assert "RuntimeError: this sample is broken" in printed
     assert "broken.py" in printed and "Traceback" in printed
     assert len(log(tmp_path / "log.jsonl")) == 1
+
+
+class Normed(nn.Module):
+    """Batch norm over the tokens of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.norm, self.head = nn.Embedding(256, 8), nn.BatchNorm1d(8), nn.Linear(8, 256)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.emb(input_ids).transpose(1, 2)).transpose(1, 2)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def experts() -> nn.Module:
+    config = MixtralConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, max_position_embeddings=SEQUENCE, use_cache=False,
+    )  # fmt: skip
+    return MixtralForCausalLM(config)
+
+
+SAMPLES = """
+import torch
+def build():
+    return [{"input_ids": torch.randint(256, (16,)), "labels": torch.randint(256, (16,))} for _ in range(8)]
+"""
+# Technique → the model, its plan, and the modules of the runtime that it alone needs.
+TECHNIQUES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], set[str]]] = {
+    "sequence over ranks": (model, {"cp": 2}, {"attention", "flash", "tiles", "collectives"}),
+    "chunked loss, offload": (model, {"dp": 2, "zero": 3, "offload": True, "loss_chunks": 4}, {"linear_loss"}),
+    "batch norm": (Normed, {"dp": 2, "batch_norm": "synchronise"}, {"norm"}),
+    "experts": (experts, {"tp": 2}, {"experts", "collectives", "loss"}),
+}
+
+
+@pytest.mark.parametrize(
+    "technique", [pytest.param(name, marks=() if name == "experts" else pytest.mark.slow) for name in TECHNIQUES]
+)
+def test_each_technique_runs_from_its_folder_alone(technique: str, tmp_path: Path) -> None:
+    """With the modules of the runtime that are in it, the standard library and torch; saved and resumed."""
+    build, options, needed = TECHNIQUES[technique]
+    ids = torch.zeros(2, SEQUENCE, dtype=torch.long)
+    pins: dict[str, Any] = {"precision": "fp32", "global_batch": BATCH, "dp": 1, "tp": 1, "pp": 1, **options}
+    chunks = pins.pop("loss_chunks", 1)
+    result = parallelize(build(), 2, gpu="h100-sxm-80gb", inputs={"input_ids": ids, "labels": ids}, **pins)
+    program = result.save(tmp_path / "program", result.plan.changed(loss_chunks=chunks))
+    special = set().union(*(modules for _, _, modules in TECHNIQUES.values())) - {"collectives", "loss"}
+    copied = {path.stem for path in (program / "runtime").iterdir()}
+    assert needed <= copied and copied & special == needed & special
+    environment = hide(tmp_path / "hidden")
+    (tmp_path / "samples.py").write_text(SAMPLES)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--", str(program / "train.py")]
+    launch += ["--data", "samples:build"]
+    for start in ([], ["--init", "saved"]):
+        command = [sys.executable, *launch, "--steps", "2", "--log", "log.jsonl", "--save", "saved", *start]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr
+    assert [line["step"] for line in log(tmp_path / "log.jsonl")] == [0, 1, 2, 3]
