@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -200,27 +200,36 @@ def _read_instance(model: nn.Module, optimizer: torch.optim.Optimizer) -> Optimi
     kind: Any = type(optimizer)
     name = kind.__name__
     _check_elementwise(name)
-    names = {id(p): n for n, p in model.named_parameters()}
     defaults = kind([nn.Parameter(torch.zeros(1))]).defaults
     changed = {k: v for k, v in optimizer.defaults.items() if v != defaults.get(k)}
-    groups = []
+    trained = [(names, options) for names, options in _groups_by_name(model, optimizer) if names]
+    _check_all_trained(model, {name for names, _ in trained for name in names})
+    if len(trained) == 1:
+        return Optimizer(name, changed | trained[0][1])
+    return Optimizer(name, changed, tuple(trained))
+
+
+def _groups_by_name(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+    """(names of its parameters that are trained, its options that are not the optimizer's) of each group."""
+    names = {id(p): n for n, p in model.named_parameters()}
     for group in optimizer.param_groups:
         missing = sum(id(p) not in names for p in group["params"])
         if missing:
             raise PlanError(f"{missing} parameters of the optimizer are not the model's: build it from this model")
-        own = {k: group[k] for k, v in optimizer.defaults.items() if group[k] != v}
-        groups.append((tuple(names[id(p)] for p in group["params"] if p.requires_grad), own))
-    given = {n for group_names, _ in groups for n in group_names}
-    if left_out := [n for n, p in model.named_parameters() if p.requires_grad and n not in given]:
+        options = {k: group[k] for k, v in optimizer.defaults.items() if group[k] != v}
+        yield tuple(names[id(p)] for p in group["params"] if p.requires_grad), options
+
+
+def _check_all_trained(model: nn.Module, names: Collection[str]) -> None:
+    """PlanError where the model has parameters with a gradient beside those of `names`."""
+    if left_out := [n for n, p in model.named_parameters() if p.requires_grad and n not in names]:
         shown = ", ".join(left_out[:4]) + (f" and {len(left_out) - 4} more" if len(left_out) > 4 else "")
         raise PlanError(
             f"{shown} would be trained and are not in the optimizer: freeze them, requires_grad_(False), or pass them "
             "to the optimizer too"
         )
-    trained = [(group_names, own) for group_names, own in groups if group_names]
-    if len(trained) == 1:
-        return Optimizer(name, changed | trained[0][1])
-    return Optimizer(name, changed, tuple(trained))
 
 
 def _check_elementwise(name: str) -> None:

@@ -60,25 +60,32 @@ def _wanted(program: Program, recompute: Sequence[Again]) -> dict[str, list[str]
 
 def _mark(program: Program, block: Block, names: Sequence[str], plan: Plan) -> tuple[AgainRegion, ...]:
     """The block's regions of these names, each with its ops next to each other."""
-    strategies = {node.name: strategy for node in block.nodes if (strategy := info(node).strategy)}
-    there = find_regions(Saved(block, strategies, plan.mesh.tp))
-    if program.is_between(block.name) or (missing := set(names) - {region.name for region in there}):
-        has = [] if program.is_between(block.name) else dict.fromkeys(region.name for region in there)
-        shown = ", ".join(map(repr, [*has, "layer"]))
-        raise PlanError(f"recompute: {block.name} has no {', '.join(sorted(missing or names))}: it has {shown}")
-    chosen = [region for region in there if region.name in names]
+    chosen = [region for region in _regions(program, block, names, plan.mesh.tp) if region.name in names]
     for region in sorted(chosen, key=lambda region: -len(region.ops)):  # the part of a sublayer after the whole
         _gather(block, region)
     choices = by_layer(plan.activations.recompute)
-    own = [choices.get(i, "") for i, call in enumerate(program.layer_calls) if call.block == block.name]
+    layers = [choices.get(i, "") for i, call in enumerate(program.layer_calls) if call.block == block.name]
     return tuple(
         AgainRegion(
             region.name,
             tuple(node.name for node in region.ops),
-            always=all(region.name in regions_of(what) for what in own if what) and all(own),
+            always=all(region.name in regions_of(what) for what in layers),
         )
         for region in chosen
     )
+
+
+def _regions(program: Program, block: Block, names: Sequence[str], tp: int) -> list[Region]:
+    """All regions of the block; PlanError where some of `names` are none of them, or the block is no layer."""
+    if program.is_between(block.name):
+        regions = []
+    else:
+        strategies = {node.name: strategy for node in block.nodes if (strategy := info(node).strategy)}
+        regions = find_regions(Saved(block, strategies, tp))
+    if missing := sorted(set(names) - {region.name for region in regions}):
+        shown = ", ".join(map(repr, [*dict.fromkeys(region.name for region in regions), "layer"]))
+        raise PlanError(f"recompute: {block.name} has no {', '.join(missing)}: it has {shown}")
+    return regions
 
 
 def _gather(block: Block, region: Region) -> None:

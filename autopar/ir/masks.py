@@ -6,7 +6,7 @@ must all be ≥ 0. What is not understood is neither, nor is what is made of it:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -36,18 +36,27 @@ def causal_mask(mask: fx.Node, rows: sympy.Expr, keys: sympy.Expr) -> CausalMask
     condition = _Reading().value(mask)
     if not isinstance(condition, frozenset) or info(mask).shape[-2:] != (rows, keys) or rows != keys:
         return None
-    ahead: list[int] = []  # j − i ≤ each
-    behind: list[int] = []  # i − j ≤ each
-    for wanted in condition:
-        if _holds(wanted, rows, keys):
-            continue
+    distances = _distances(wanted for wanted in condition if not _holds(wanted, rows, keys))
+    if distances is None:
+        return None
+    ahead, behind = distances
+    if ahead != 0 or (behind is not None and behind < 0):
+        return None
+    return CausalMask(None if behind is None else behind + 1)
+
+
+def _distances(conditions: Iterable[sympy.Expr]) -> tuple[int | None, int | None] | None:
+    """How far a key j may be ahead of its row i, and how far behind, by conditions c·i − c·j + d ≥ 0.
+
+    None on a side without a limit; None for both where a condition has another form.
+    """
+    ahead, behind = list[int](), list[int]()
+    for wanted in conditions:
         at_row, at_key, rest = _by_index(wanted)
         if at_row != -at_key or at_row == 0 or not (at_row.is_Integer and rest.is_Integer):
             return None
         (ahead if at_row > 0 else behind).append(int(rest) // abs(int(at_row)))
-    if not ahead or min(ahead) != 0 or (behind and min(behind) < 0):
-        return None
-    return CausalMask(min(behind) + 1 if behind else None)
+    return min(ahead, default=None), min(behind, default=None)
 
 
 def hides_nothing(mask: fx.Node, rows: sympy.Expr, keys: sympy.Expr) -> bool:

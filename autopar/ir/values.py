@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from .graph import TABLES, Block, Call, Program, Role, info, update_info
+
+Value = TypeVar("Value")
 
 
 def drop_unread(program: Program) -> Program:
@@ -38,18 +41,22 @@ def _unread_results(program: Program) -> Program:
     read = {value for call in program.calls for value in call.inputs}
     blocks, calls = dict(program.blocks), program.calls
     for name, block in program.blocks.items():
-        own = [call for call in calls if call.block == name and call.outputs]
-        unread = {i for i in range(len(block.results)) if own and not any(c.outputs[i] in read for c in own)}
+        outputs = filter(None, (call.outputs for call in calls if call.block == name))
+        unread = {i for i, values in enumerate(zip(*outputs, strict=True)) if read.isdisjoint(values)}
         if not unread:
             continue
         blocks[name] = block = block.copy()
-        block.output.args = (tuple(n for i, n in enumerate(block.results) if i not in unread),)
+        block.output.args = (_without(block.results, unread),)
         _without_dead_code(block)
-        calls = tuple(replace(c, outputs=_without(c.outputs, unread)) if c in own else c for c in calls)
-        if name == TABLES and not block.results:
-            del blocks[name]
-            calls = tuple(call for call in calls if call.block != name)
-    return program if calls == program.calls else replace(program, blocks=blocks, calls=calls)
+        calls = tuple(replace(c, outputs=_without(c.outputs, unread)) if c.block == name else c for c in calls)
+    return program if calls == program.calls else _without_empty_tables(replace(program, blocks=blocks, calls=calls))
+
+
+def _without_empty_tables(program: Program) -> Program:
+    if TABLES not in program.blocks or program.blocks[TABLES].results:
+        return program
+    blocks = {name: block for name, block in program.blocks.items() if name != TABLES}
+    return replace(program, blocks=blocks, calls=tuple(call for call in program.calls if call.block != TABLES))
 
 
 def _without_dead_code(block: Block) -> Block:
@@ -60,8 +67,8 @@ def _without_dead_code(block: Block) -> Block:
     return block
 
 
-def _without(names: Sequence[str], places: Collection[int]) -> tuple[str, ...]:
-    return tuple(name for place, name in enumerate(names) if place not in places)
+def _without(values: Sequence[Value], places: Collection[int]) -> tuple[Value, ...]:
+    return tuple(value for place, value in enumerate(values) if place not in places)
 
 
 def chains(program: Program) -> tuple[int, ...]:

@@ -56,14 +56,16 @@ def find_regions(saved: Saved) -> list[Region]:
 
 def gathered_order(ops: Collection[fx.Node], region: Collection[fx.Node]) -> list[fx.Node]:
     """All ops with those of a region next to each other, each after what it reads."""
-    own, after = set(region), set[fx.Node]()
-    last = max(i for i, node in enumerate(ops) if node in own)
+    members = set(region)
+    reached = set(region)  # and all that read it, directly or not
     for node in ops:
-        if node not in own and any(n in own or n in after for n in node_inputs(node)):
-            after.add(node)
+        if not reached.isdisjoint(node_inputs(node)):
+            reached.add(node)
     order = list(ops)
-    before = [n for n in order[:last] if n not in own and n not in after]
-    return [*before, *(n for n in order if n in own), *(n for n in order if n not in own and n not in set(before))]
+    inside = [node for node in order if node in members]
+    before = [node for node in order[: order.index(inside[-1])] if node not in reached]
+    moved = {*before, *inside}
+    return [*before, *inside, *(node for node in order if node not in moved)]
 
 
 def is_random(node: fx.Node) -> bool:

@@ -1,6 +1,5 @@
 """Matrix products: the ops whose work tensor parallelism divides."""
 
-import sympy
 import torch
 from torch import fx
 
@@ -28,31 +27,31 @@ def _matmul(node: fx.Node) -> Rule:
 
 def _einsum(node: fx.Node) -> Rule:
     """Letters are factors; one that is absent from the result is summed over; `...` stands for leading dims."""
-    equation, operands = str(node.args[0]).replace(" ", ""), node_inputs(node)
-    left, arrow, right = equation.partition("->")
-    terms = left.split(",")
-    if not arrow:  # the implicit form: letters that occur once, in order
-        right = "".join(sorted(c for c in set(left) - {",", "."} if left.count(c) == 1))
-        right = ("..." if "..." in left else "") + right
-    result = info(node).shape
+    terms, right = _equation(str(node.args[0]).replace(" ", ""))
+    shapes, result = [info(operand).shape for operand in node_inputs(node)], info(node).shape
     shared = result[: len(result) - len(right.replace("...", ""))]  # what the dots stand for
-    inputs = tuple(_letters(term, info(o).shape, shared) for term, o in zip(terms, operands, strict=True))
-    sizes: dict[str, sympy.Expr] = {}
-    for dims, operand in zip(inputs, operands, strict=True):
-        for factor, size in zip(dims, info(operand).shape, strict=True):
-            if factor is not None and (factor not in sizes or sizes[factor] == 1):
-                sizes[factor] = size
+    letters = [_letters(term, shape, shared) for term, shape in zip(terms, shapes, strict=True)]
     # A dim of size 1 broadcasts, and a letter twice in a term is a diagonal.
+    sizes = {
+        f: n for dims, shape in zip(letters, shapes, strict=True) for f, n in zip(dims, shape, strict=True) if n != 1
+    }
     inputs = tuple(
-        tuple(
-            f if f is not None and n == sizes[f] and n != 1 else None for f, n in zip(dims, info(o).shape, strict=True)
-        )
-        for dims, o in zip(inputs, operands, strict=True)
+        tuple(f if n == sizes.get(f) else None for f, n in zip(dims, shape, strict=True))
+        for dims, shape in zip(letters, shapes, strict=True)
     )
     whole = frozenset(c for term in terms for c in term if term.count(c) > 1 and c != ".")
-    linear = tuple(frozenset({i}) for i in range(len(operands)))
-    output = _letters(right, result, shared)
-    return Rule(inputs, output, whole, linear=linear, kind="matmul", saves=tuple(range(len(operands))))
+    every = range(len(shapes))
+    linear = tuple(frozenset({i}) for i in every)
+    return Rule(inputs, _letters(right, result, shared), whole, linear=linear, kind="matmul", saves=tuple(every))
+
+
+def _equation(equation: str) -> tuple[list[str], str]:
+    """The terms of the operands and that of the result; unwritten it has the letters that occur once, in order."""
+    left, arrow, right = equation.partition("->")
+    if not arrow:
+        once = sorted(c for c in set(left) - {",", "."} if left.count(c) == 1)
+        right = "..." * ("..." in left) + "".join(once)
+    return left.split(","), right
 
 
 def _letters(term: str, shape: Shape, shared: Shape) -> Dims:

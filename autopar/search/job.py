@@ -89,11 +89,9 @@ def tp_sizes(job: Job, pins: Pins) -> list[int]:
 
 def cp_sizes(program: Program, job: Job, pins: Pins) -> list[int]:
     """cp sizes worth a look: for long sequences, or fewer samples than GPUs, unless pinned."""
-    if fixed := program.fixed_length:
-        fixed.check_uncut(f"attention={pins.attention!r}" if pins.attention else f"cp={pins.cp}", _asked_cp(pins))
+    _check_cp(program, job, pins)
+    if program.fixed_length:
         return [1]
-    if job.batch.sequence == 1 and (ranks := _asked_cp(pins)) > 1:
-        raise PlanError(f"cp={ranks}: the inputs of {job.name} have no sequence to cut: leave cp and attention free")
     if pins.cp is not None:
         return [pins.cp]
     sizes = [c for c in divisors(job.cluster.gpus) if job.batch.sequence % (c * program.sequence_multiple) == 0]
@@ -103,9 +101,13 @@ def cp_sizes(program: Program, job: Job, pins: Pins) -> list[int]:
     return [c for c in sizes if c == 1 or wanted and job.batch.sequence // c >= _SHORTEST_PART]
 
 
-def _asked_cp(pins: Pins) -> int:
-    """At least how many ranks of cp the pins ask for."""
-    return max(pins.cp or 1, 2 if pins.attention is not None else 1)
+def _check_cp(program: Program, job: Job, pins: Pins) -> None:
+    """PlanError where the pins ask for ranks of cp, and the model has no sequence that could be cut."""
+    ranks = max(pins.cp or 1, 1 if pins.attention is None else 2)
+    if fixed := program.fixed_length:
+        fixed.check_uncut(f"attention={pins.attention!r}" if pins.attention else f"cp={pins.cp}", ranks)
+    elif job.batch.sequence == 1 and ranks > 1:
+        raise PlanError(f"cp={ranks}: the inputs of {job.name} have no sequence to cut: leave cp and attention free")
 
 
 def illegal_sizes(program: Program, job: Job, pins: Pins) -> dict[str, str]:

@@ -139,20 +139,29 @@ def _cover(classes: _Classes, need_bytes: float, limit_s: float) -> tuple[float,
     Class by class, what may come out cheapest first: its seconds so far, and those of the rest if it were divisible.
     """
     there = [place for place, (count, options) in enumerate(classes) if count and options]
-    rest = [_divisible(tuple(classes[place] for place in there[at:])) for at in range(len(there))]
-    own = [(classes[place][0], undominated(classes[place][1])) for place in there]
-    reached: list[list[tuple[float, float]]] = [[] for _ in range(len(there) + 1)]  # seconds, bytes freed
+    found = _cover_present(tuple(classes[place] for place in there), need_bytes, limit_s)
+    if found is None:
+        return None
+    time_s, chosen = found
+    of_place = dict(zip(there, chosen, strict=True))
+    return time_s, tuple(of_place.get(place, ()) for place in range(len(classes)))
+
+
+def _cover_present(classes: _Classes, need_bytes: float, limit_s: float) -> tuple[float, tuple[Chosen, ...]] | None:
+    """The same where each class has layers and options."""
+    rest = [_divisible(classes[at:]) for at in range(len(classes))]
+    own = [(count, undominated(options)) for count, options in classes]
+    reached: list[list[tuple[float, float]]] = [[] for _ in range(len(classes) + 1)]  # seconds, bytes freed
     waiting: list[tuple[float, int, float, float, tuple[Chosen, ...]]] = [(0.0, 0, 0.0, 0.0, ())]  # deepest first
     while waiting:
         _, left, time_s, freed, chosen = heappop(waiting)
         at = -left
-        if at == len(there):
-            of_place = dict(zip(there, chosen, strict=True))
-            return time_s, tuple(of_place.get(place, ()) for place in range(len(classes)))
+        if at == len(classes):
+            return time_s, chosen
         if any(seconds <= time_s and more >= freed for seconds, more in reached[at]):
             continue
         reached[at].append((time_s, freed))
-        last = at + 1 == len(there)
+        last = at + 1 == len(classes)
         for own_s, own_bytes, mix in _least(*own[at], need_bytes - freed) if last else _front(*own[at]):
             total_s = time_s + own_s
             bound_s = total_s if last else total_s + rest[at + 1](need_bytes - freed - own_bytes)

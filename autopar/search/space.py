@@ -172,11 +172,7 @@ def _reasons(
             reasons.append(f"pp={size} ({layers} layer{'s' * (layers > 1)})")
         if batch % size and pins.allows("dp", size):
             reasons.append(f"dp={size} (global batch {batch})")
-    if pins.hsdp:
-        reasons.append(f"hsdp={pins.hsdp} needs zero=1, 2 or 3 and data ranks that it divides")
-    if pins.offload:
-        reasons.append("offload needs zero=1, 2 or 3")
-    return reasons + schedule_reasons(request.pins, cluster.gpus, layers)
+    return reasons + _pin_reasons(request.pins, cluster.gpus, layers)
 
 
 def schedules(pp: int, micro_batches: int, layers: int, pins: Pins) -> Iterator[tuple[str, int]]:
@@ -194,12 +190,14 @@ def recomputes(pins: Pins) -> bool:
     return pins.recompute not in (None, "none", 0, ())
 
 
-def schedule_reasons(pins: Pins, gpus: int, layers: int) -> list[str]:
-    """Why schedules are left out: the pinned one, and zero-bubble wherever there is a pipeline."""
+def _pin_reasons(pins: Pins, gpus: int, layers: int) -> list[str]:
+    """Why the pinned sharding and schedule are left out, and zero-bubble wherever there is a pipeline."""
     pinned, v = pins.schedule, pins.virtual_stages
     least = "virtual_stages of 2 or more, " if pinned == "interleaved" else ""
     split = min(gpus, layers) > 1 and pins.pp != 1 and pins.allows("schedule", "zero-bubble")
     reasons = {
+        f"hsdp={pins.hsdp} needs zero=1, 2 or 3 and data ranks that it divides": bool(pins.hsdp),
+        "offload needs zero=1, 2 or 3": bool(pins.offload),
         "1f1b needs pp > 1 and at least pp micro-batches": pinned == "1f1b",
         "schedule=none is for pp=1": pinned == "none" and pins.pp != 1,
         f"schedule={pinned} (there are {', '.join(SCHEDULES)})": pinned not in (None, *SCHEDULES),
