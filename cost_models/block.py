@@ -62,7 +62,7 @@ class PhaseTime:
 
 
 @dataclass(frozen=True)
-class AgainPrice:
+class RecomputePrice:
     """A choice of what backward computes again, per layer: bytes kept instead, seconds of what runs again.
 
     live_bytes: what backward holds again at once, of all the layers of a group.
@@ -81,7 +81,7 @@ class BlockPrice:
     name: str
     forward: PhaseTime
     backward: PhaseTime
-    halves: tuple[PhaseTime, PhaseTime]  # of backward: the gradients of inputs, those of weights
+    dgrad_wgrad: tuple[PhaseTime, PhaseTime]  # of backward: the gradients of inputs, those of weights
     sync_s: float  # tp reductions of gradients, once a gradient synchronisation
     parameters: int
     tied_parameters: int
@@ -91,22 +91,22 @@ class BlockPrice:
     data: tuple[tuple[str, float], ...] = ()  # (collective, bytes) over dp within forward and backward
     logits_bytes: float = 0.0  # of saved_bytes
     logits_peak_bytes: float = 0.0  # the most at once of one micro-batch, saved_bytes included
-    again: Mapping[str, AgainPrice] = field(default_factory=dict)
+    recompute: Mapping[str, RecomputePrice] = field(default_factory=dict)
     waiting_bytes: float = 0.0
 
     @property
     def work_s(self) -> float:
         return self.forward.total_s + self.backward.total_s
 
-    def recomputed(self, what: str) -> AgainPrice:
+    def recomputed(self, what: str) -> RecomputePrice:
         """The price of a choice; in a group all layers but the last run to their end."""
         if (size := group_of(what)) == 1:
-            if what not in self.again:
-                raise PlanError(f"recompute: {self.name} has no {what}: it has {', '.join(map(repr, self.again))}")
-            return self.again[what]
-        one = self.again[LAYER]
+            if what not in self.recompute:
+                raise PlanError(f"recompute: {self.name} has no {what}: it has {', '.join(map(repr, self.recompute))}")
+            return self.recompute[what]
+        one = self.recompute[LAYER]
         time = (self.forward * (size - 1) + one.time) * (1 / size)
-        return AgainPrice(one.saved_bytes / size, time, size * one.live_bytes, size)
+        return RecomputePrice(one.saved_bytes / size, time, size * one.live_bytes, size)
 
 
 def op_time_s(kind: str, flops: float, size_bytes: float, hardware: Hardware, precision: str) -> float:
@@ -144,7 +144,7 @@ def block_evaluator(layer: LayerCosts) -> Callable[[int, int, int], list[float]]
         expressions += [op.forward_flops, op.forward_bytes, op.backward_flops, op.backward_bytes]
         expressions += op.launches or (1, _BACKWARD_LAUNCHES[op.kind])
     expressions += [transfer.size_bytes for transfer in (*layer.transfers, *layer.data_transfers)]
-    expressions += [size for again in layer.again for size in (again.saved_bytes, again.live_bytes)]
+    expressions += [size for part in layer.recompute for size in (part.saved_bytes, part.live_bytes)]
     expressions += [layer.saved_bytes, layer.working_bytes]
     expressions += [layer.logits_bytes, layer.logits_peak_bytes, layer.waiting_bytes]
     expressions = [sympy.sympify(expression) for expression in expressions]
@@ -164,7 +164,7 @@ def price_values(
     layer: LayerCosts, values: list[float], hardware: Hardware, precision: str, groups: Mapping[str, Group]
 ) -> BlockPrice:
     backward = dict.fromkeys(KINDS, 0.0)
-    halves, half_launches = (dict.fromkeys(KINDS, 0.0), dict.fromkeys(KINDS, 0.0)), [0.0, 0.0]
+    dgrad_wgrad, dgrad_wgrad_launches = (dict.fromkeys(KINDS, 0.0), dict.fromkeys(KINDS, 0.0)), [0.0, 0.0]
     backward_launches = 0.0
     ops: list[tuple[float, float]] = []
     op_s: dict[tuple[str, str], float] = {}
@@ -176,9 +176,9 @@ def price_values(
         backward[op.kind] += op_s[op.name, "backward"]
         b_launches = b_launches if b_flops or b_bytes else 0
         backward_launches += b_launches
-        for half, share in enumerate(op.halves):
-            halves[half][op.kind] += share * op_s[op.name, "backward"]
-            half_launches[half] += share * b_launches
+        for half, share in enumerate(op.dgrad_wgrad):
+            dgrad_wgrad[half][op.kind] += share * op_s[op.name, "backward"]
+            dgrad_wgrad_launches[half] += share * b_launches
     at = 6 * len(layer.ops)
     comm_s = [
         _transfer_s(transfer, size_bytes, op_s, groups, hardware)
@@ -193,22 +193,22 @@ def price_values(
 
     over_dp = zip(layer.data_transfers, values[at + len(layer.transfers) :], strict=False)
     saved, working, logits, logits_peak, waiting = values[-5:]
-    kept = values[-5 - 2 * len(layer.again) : -5]
-    again = {
-        part.what: AgainPrice(
+    kept = values[-5 - 2 * len(layer.recompute) : -5]
+    recompute = {
+        part.what: RecomputePrice(
             kept[2 * i],
             _forward(layer, ops, part.ops, over_ranks("forward", part.transfers), hardware),
             kept[2 * i + 1],
         )
-        for i, part in enumerate(layer.again)
+        for i, part in enumerate(layer.recompute)
     }
     return BlockPrice(
         name=layer.name,
         forward=_forward(layer, ops, range(len(ops)), over_ranks("forward"), hardware),
         backward=_phase(backward, backward_launches, over_ranks("backward"), hardware),
-        halves=(
-            _phase(halves[0], half_launches[0], over_ranks("backward"), hardware),
-            _phase(halves[1], half_launches[1], (0.0, 0.0), hardware),
+        dgrad_wgrad=(
+            _phase(dgrad_wgrad[0], dgrad_wgrad_launches[0], over_ranks("backward"), hardware),
+            _phase(dgrad_wgrad[1], dgrad_wgrad_launches[1], (0.0, 0.0), hardware),
         ),
         sync_s=sum(over_ranks("sync")),
         parameters=layer.parameters,
@@ -219,7 +219,7 @@ def price_values(
         data=tuple((transfer.collective, size_bytes) for transfer, size_bytes in over_dp),
         logits_bytes=logits,
         logits_peak_bytes=logits_peak,
-        again=again,
+        recompute=recompute,
         waiting_bytes=waiting,
     )
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
-from autopar.cost_models.block import AgainPrice, BlockPrice, PhaseTime, block_evaluator, price_block, price_values
+from autopar.cost_models.block import BlockPrice, PhaseTime, RecomputePrice, block_evaluator, price_block, price_values
+from autopar.cost_models.boundary_values import Boundaries, boundary_evaluator
 from autopar.cost_models.collectives import Group, axis_group
 from autopar.cost_models.hardware import Hardware
 from autopar.cost_models.layer_costs import B, ModelCosts, S
-from autopar.cost_models.passed import Boundaries, boundary_evaluator
 from autopar.errors import PlanError
-from autopar.plan.recompute import Again, by_layer, choice, is_whole
+from autopar.plan.recompute import RecomputeChoice, by_layer, choice, is_whole
 from autopar.runtime.choices import Mesh
 
 _GROUPS = (2, 3, 4, 6, 8)  # sizes that are searched
@@ -56,14 +56,14 @@ class ModelPrice:
     def chain_s(self) -> float:
         """Forward of one micro-batch, and backward without the gradients of weights: what cannot wait."""
         blocks = (self.prologue, *(self.classes[c] for c in self.layers), self.epilogue)
-        return sum(block.forward.total_s + block.halves[0].total_s for block in blocks)
+        return sum(block.forward.total_s + block.dgrad_wgrad[0].total_s for block in blocks)
 
     @cached_property
     def idle_s(self) -> tuple[float, float]:
         """Of the shortest layer: forward and backward; and in halves, where the gradients of weights fill theirs."""
         times = [self.classes[c] for c in {*self.layers}]
-        halves = (b.forward.total_s + b.halves[0].total_s - b.halves[1].total_s for b in times)
-        return min((b.work_s for b in times), default=0.0), max(0.0, min(halves, default=0.0))
+        dgrad_wgrad = (b.forward.total_s + b.dgrad_wgrad[0].total_s - b.dgrad_wgrad[1].total_s for b in times)
+        return min((b.work_s for b in times), default=0.0), max(0.0, min(dgrad_wgrad, default=0.0))
 
     @cached_property
     def work_until_s(self) -> list[float]:
@@ -82,9 +82,9 @@ class ModelPrice:
     @cached_property
     def least_saved_bytes(self) -> float:
         """Activations of a micro-batch in the whole model, each layer with the choice that keeps least."""
-        kept = self.prologue.saved_bytes + self.epilogue.saved_bytes + self.boundaries.held_bytes(0, len(self.layers))
+        kept = self.prologue.saved_bytes + self.epilogue.saved_bytes + self.boundaries.kept_bytes(0, len(self.layers))
         for index, block in enumerate(self.classes):
-            names = [*block.again, f"groups of {self.longest_chains[index]}"] if block.again else []
+            names = [*block.recompute, f"groups of {self.longest_chains[index]}"] if block.recompute else []
             least = min([block.saved_bytes, *(block.recomputed(choice(name)).saved_bytes for name in names)])
             kept += least * self.layers.count(index)
         return kept
@@ -93,7 +93,7 @@ class ModelPrice:
     def choices(self) -> tuple[tuple[str, ...], ...]:
         """[class]: what may be recomputed of its layers; groups of those that follow each other."""
         return tuple(
-            (*block.again, *(f"groups of {k}" for k in _GROUPS if k <= self.longest_chains[i]))
+            (*block.recompute, *(f"groups of {k}" for k in _GROUPS if k <= self.longest_chains[i]))
             for i, block in enumerate(self.classes)
         )
 
@@ -127,14 +127,14 @@ class StageShape:
     first: bool
     last: bool
     receives_bytes: float
-    held: tuple[float, float]
+    kept: tuple[float, float]
     starts_with: int
 
     @property
-    def held_bytes(self) -> float:
+    def kept_bytes(self) -> float:
         """Of `held` what holds; which layers of a class are recomputed the shape does not say, so all must be."""
         chosen = self.recomputed[self.starts_with] if self.recomputed else ()
-        return self.held[0 < sum(n for what, n in chosen if is_whole(what)) == self.counts[self.starts_with]]
+        return self.kept[0 < sum(n for what, n in chosen if is_whole(what)) == self.counts[self.starts_with]]
 
 
 @dataclass(frozen=True)
@@ -144,12 +144,12 @@ class StageTime:
 
     forward: PhaseTime
     backward: PhaseTime
-    again: Mapping[str, PhaseTime]
+    repeated: Mapping[str, PhaseTime]
     later: PhaseTime = PhaseTime()
 
     @property
     def recompute(self) -> PhaseTime:
-        return sum(self.again.values(), PhaseTime())
+        return sum(self.repeated.values(), PhaseTime())
 
     @property
     def total_s(self) -> float:
@@ -167,7 +167,7 @@ def price_model(
     blocks = [model.prologue, *model.classes.values(), model.epilogue]
     prices = [price_block(block, micro_batches, tokens, hardware, precision, groups) for block in blocks]
     layers = tuple(names.index(name) for name in model.layers)
-    boundaries = boundary_evaluator(model.passed, model.tables, len(layers))
+    boundaries = boundary_evaluator(model.boundary_values, model.constants, len(layers))
     made = []
     for b, at in zip(micro_batches, zip(*prices, strict=True), strict=True):
         flops = float(model.unsharded_flops.subs({B: b, S: tokens}))
@@ -200,7 +200,7 @@ def _in_chunks(
     return at
 
 
-def stage_shape(price: ModelPrice, start: int, stop: int, recompute: Iterable[Again] = ()) -> StageShape:
+def stage_shape(price: ModelPrice, start: int, stop: int, recompute: Iterable[RecomputeChoice] = ()) -> StageShape:
     """The stage of layers [start, stop); the ends of the model belong to the first and last layer."""
     recomputed: list[dict[str, int]] = [{} for _ in price.classes]
     for layer, what in by_layer(recompute).items():
@@ -213,14 +213,16 @@ def stage_shape(price: ModelPrice, start: int, stop: int, recompute: Iterable[Ag
         start == 0,
         stop == len(price.layers),
         price.boundaries.receives_bytes(start, stop),
-        (price.boundaries.held_bytes(start, stop), price.boundaries.held_bytes(start, stop, again=True)),
+        (price.boundaries.kept_bytes(start, stop), price.boundaries.kept_bytes(start, stop, whole_first_layer=True)),
         price.layers[start] if start < stop else 0,
     )
 
 
-def stage_blocks(price: ModelPrice, shape: StageShape) -> list[tuple[BlockPrice, int, list[tuple[AgainPrice, int]]]]:
+def stage_blocks(
+    price: ModelPrice, shape: StageShape
+) -> list[tuple[BlockPrice, int, list[tuple[RecomputePrice, int]]]]:
     """(block, copies, [(choice, copies recomputed so)]), in forward order up to the mixing of classes."""
-    blocks: list[tuple[BlockPrice, int, list[tuple[AgainPrice, int]]]] = []
+    blocks: list[tuple[BlockPrice, int, list[tuple[RecomputePrice, int]]]] = []
     if shape.first:
         blocks.append((price.prologue, 1, []))
     for block, count, chosen in zip(price.classes, shape.counts, shape.recomputed, strict=True):
@@ -229,18 +231,18 @@ def stage_blocks(price: ModelPrice, shape: StageShape) -> list[tuple[BlockPrice,
     return [*blocks, (price.epilogue, 1, [])] if shape.last else blocks
 
 
-def stage_time(price: ModelPrice, shape: StageShape, in_halves: bool = False) -> StageTime:
+def stage_time(price: ModelPrice, shape: StageShape, splits_backward: bool = False) -> StageTime:
     """Seconds of one micro-batch. in_halves: the gradients of weights come later; on the first stage, all do."""
     forward = backward = later = PhaseTime()
-    again: dict[str, PhaseTime] = {}
+    repeated: dict[str, PhaseTime] = {}
     for block, count, _ in stage_blocks(price, shape):
         forward += block.forward * count
-        if in_halves and not shape.first:
-            later += block.halves[1] * count
-            backward += (block.halves[0] + block.halves[1]) * count
+        if splits_backward and not shape.first:
+            later += block.dgrad_wgrad[1] * count
+            backward += (block.dgrad_wgrad[0] + block.dgrad_wgrad[1]) * count
         else:
             backward += block.backward * count
     for block, chosen in zip(price.classes, shape.recomputed, strict=True):
         for what, n in chosen:
-            again[what] = again.get(what, PhaseTime()) + block.recomputed(what).time * n
-    return StageTime(forward, backward, again, backward if in_halves and shape.first else later)
+            repeated[what] = repeated.get(what, PhaseTime()) + block.recomputed(what).time * n
+    return StageTime(forward, backward, repeated, backward if splits_backward and shape.first else later)

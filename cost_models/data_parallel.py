@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from autopar.cost_models.block import BlockPrice
 from autopar.cost_models.collectives import axis_group, collective_time_s
 from autopar.cost_models.compute import ModelPrice, StageShape, stage_blocks
-from autopar.cost_models.setting import Setting
+from autopar.cost_models.stage_context import StageContext
 from autopar.cost_models.stage_memory import end_parameters
 
 
@@ -46,37 +46,37 @@ class DataTime:
     last_backward: Overlap = Overlap()
 
 
-def data_time(price: ModelPrice, shape: StageShape, setting: Setting) -> DataTime:
+def data_time(price: ModelPrice, shape: StageShape, context: StageContext) -> DataTime:
     """Communication of a stage over the data axis, and tp's gradient reductions, which no bucket hides."""
-    time, within = _gradient_time(price, shape, setting), Overlap(_values_time_s(price, shape, setting))
+    time, within = _gradient_time(price, shape, context), Overlap(_values_time_s(price, shape, context))
     return replace(time, each_backward=time.each_backward + within)
 
 
-def _values_time_s(price: ModelPrice, shape: StageShape, setting: Setting) -> float:
+def _values_time_s(price: ModelPrice, shape: StageShape, context: StageContext) -> float:
     """Seconds of what forward and backward of a micro-batch exchange over dp: values of the whole batch."""
-    group = axis_group(setting.mesh, "dp", setting.hardware.gpus_per_node)
+    group = axis_group(context.mesh, "dp", context.hardware.gpus_per_node)
     blocks = [(block, count) for block, count, _ in stage_blocks(price, shape) if group.ranks > 1]
     return sum(
-        n * collective_time_s(kind, size if kind == "all_reduce" else size * group.ranks, group, setting.hardware)
+        n * collective_time_s(kind, size if kind == "all_reduce" else size * group.ranks, group, context.hardware)
         for block, n in blocks
         for kind, size in block.data  # of one replica: samples that are gathered are those of all
     )
 
 
-def _gradient_time(price: ModelPrice, shape: StageShape, setting: Setting) -> DataTime:
+def _gradient_time(price: ModelPrice, shape: StageShape, context: StageContext) -> DataTime:
     sync_s = sum(block.sync_s * count for block, count, _ in stage_blocks(price, shape))
-    if setting.data_group.ranks == 1 and not setting.sharding.offload:
+    if context.data_group.ranks == 1 and not context.sharding.offload:
         sync = Overlap(sync_s)
-        return DataTime(each_backward=sync) if setting.sharding.zero >= 2 else DataTime(last_backward=sync)
-    units, share = _units(price, shape, setting), setting.hardware.overlap
+        return DataTime(each_backward=sync) if context.sharding.zero >= 2 else DataTime(last_backward=sync)
+    units, share = _units(price, shape, context), context.hardware.overlap
     forward = gathers([unit.forward_s for unit in units], [unit.gather_s for unit in units], share)
     units.reverse()
     backward_s, reduce_s = [unit.backward_s for unit in units], [unit.reduce_s for unit in units]
     copies = reductions(backward_s, [unit.copies_s for unit in units], share)
     waited = Overlap()
-    if not setting.states.reduces_behind_backward:
+    if not context.states.reduces_behind_backward:
         waited, reduce_s = Overlap(sum(reduce_s)), [0.0] * len(units)
-    if setting.sharding.zero == 3:
+    if context.sharding.zero == 3:
         # One stream carries this unit's reduction and the next one's gather; the first gather is exposed.
         gather_s = [unit.gather_s for unit in units]
         following = [*gather_s[1:], 0.0]
@@ -84,9 +84,9 @@ def _gradient_time(price: ModelPrice, shape: StageShape, setting: Setting) -> Da
         backward = reductions(backward_s, queue, share) + waited + Overlap(gather_s[0] + sync_s)
         return DataTime(each_forward=forward, each_backward=backward, last_backward=copies)
     backward = reductions(backward_s, reduce_s, share) + waited + Overlap(sync_s)
-    if setting.sharding.zero == 0:
+    if context.sharding.zero == 0:
         return DataTime(last_backward=backward)
-    if setting.sharding.zero == 1:
+    if context.sharding.zero == 1:
         return DataTime(first_forward=forward, last_backward=backward + copies)
     return DataTime(first_forward=forward, each_backward=backward, last_backward=copies)
 
@@ -102,21 +102,21 @@ class _Unit:
     copies_s: float  # all-reduce of the reduced parts between the groups of hsdp, once a step
 
 
-def _units(price: ModelPrice, shape: StageShape, setting: Setting) -> list[_Unit]:
+def _units(price: ModelPrice, shape: StageShape, context: StageContext) -> list[_Unit]:
     """In the order they are gathered: what both ends read, what precedes the layers, a unit a layer, what follows."""
-    states, hardware = setting.states, setting.hardware
-    group, copies = setting.sharding_groups
-    reduction = "all_reduce" if setting.sharding.zero == 0 else "reduce_scatter"
-    host = hardware.host if setting.sharding.offload else None
+    states, hardware = context.states, context.hardware
+    group, copies = context.sharding_groups
+    reduction = "all_reduce" if context.sharding.zero == 0 else "reduce_scatter"
+    host = hardware.host if context.sharding.offload else None
 
-    def unit(parameters: int, block: BlockPrice | None = None, again_s: float = 0.0, size: int = 1) -> _Unit:
+    def unit(parameters: int, block: BlockPrice | None = None, recompute_s: float = 0.0, size: int = 1) -> _Unit:
         parameters *= size
         part_bytes = parameters * states.master_bytes / states.shards
         over_pcie_s = part_bytes / host.link_bytes_per_s if host else 0.0
         forward_s, backward_s = (block.forward.total_s, block.backward.total_s) if block else (0.0, 0.0)
         return _Unit(
             size * forward_s,
-            size * (backward_s + again_s),
+            size * (backward_s + recompute_s),
             over_pcie_s + collective_time_s("all_gather", parameters * states.compute_bytes, group, hardware),
             over_pcie_s + collective_time_s(reduction, parameters * states.reduce_bytes, group, hardware),
             collective_time_s("all_reduce", parameters * states.reduce_bytes / states.shards, copies, hardware),

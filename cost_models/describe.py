@@ -14,13 +14,13 @@ import sympy
 import torch
 from torch import fx
 
-from autopar.cost_models.again import Move, again_costs, largest
 from autopar.cost_models.attention import needed_share, pairs
+from autopar.cost_models.boundary_values import boundary_values, constants, once_per_stage
+from autopar.cost_models.dgrad_wgrad import dgrad_wgrad, keeps_gradient
 from autopar.cost_models.fusion import fused
-from autopar.cost_models.halves import halves, keeps_gradient
 from autopar.cost_models.layer_costs import CHUNKS, LayerCosts, ModelCosts, OpCost, Transfer
 from autopar.cost_models.logits import head_costs, logits_cost
-from autopar.cost_models.passed import apart, passed, tables
+from autopar.cost_models.recompute import PlacedTransfer, largest, recompute_costs
 from autopar.cost_models.transfers import context_transfers, conversion_transfers, op_transfers, parameter_transfers
 from autopar.ir.custom import LINEAR_CROSS_ENTROPY
 from autopar.ir.graph import (
@@ -76,7 +76,7 @@ def op_cost(node: fx.Node, strategy: Strategy, rule: Rule, tp: int) -> OpCost:
         backward_flops=factor * flops if result.requires_grad else _ZERO,
         backward_bytes=backward,
         sharded=sharded,
-        halves=halves(node, rule),
+        dgrad_wgrad=dgrad_wgrad(node, rule),
         needed=needed_share(node),
     )
 
@@ -95,7 +95,7 @@ def describe(
     compiled: the layers run under torch.compile.
     """
     axis = TensorAxis(solution.ranks, values)
-    by_themselves = apart(program)
+    by_themselves = once_per_stage(program)
     costs = {
         name: _layer_costs(
             program,
@@ -126,12 +126,12 @@ def describe(
         epilogue=costs.get(EPILOGUE, empty),
         unsharded_flops=work - done + done * solution.ranks,
         sharded_fraction=divided / (whole + divided) if whole + divided else 0.0,
-        tables_bytes=costs[TABLES].buffer_bytes if TABLES in costs else 0,
+        constants_bytes=costs[TABLES].buffer_bytes if TABLES in costs else 0,
         chunked=None if isinstance(chunked, str) else replace(chunked, data_transfers=costs[EPILOGUE].data_transfers),
         not_chunked=chunked if isinstance(chunked, str) else "",
         chains=chains(program),
-        passed=passed(program, solution.strategies, axis.size),
-        tables=tables(program, solution.strategies, axis.size),
+        boundary_values=boundary_values(program, solution.strategies, axis.size),
+        constants=constants(program, solution.strategies, axis.size),
     )
 
 
@@ -163,7 +163,7 @@ def _chunked_epilogue(program: Program, solution: Solution, axis: Axis) -> Layer
         return why_no_head(block)
     block = with_chunks(block, CHUNKS)
     strategies = {n.name: info(n).strategies["tp"] for n in block.nodes}
-    return _layer_costs(program, Saved(block, strategies, axis.size, apart(program)[EPILOGUE]), axis)
+    return _layer_costs(program, Saved(block, strategies, axis.size, once_per_stage(program)[EPILOGUE]), axis)
 
 
 def _is_layer(program: Program, name: str) -> bool:
@@ -173,7 +173,7 @@ def _is_layer(program: Program, name: str) -> bool:
 
 def _layer_costs(program: Program, saved: Saved, axis: Axis, compiled: bool = False) -> LayerCosts:
     block, strategies = saved.block, saved.of
-    moves = block_transfers(saved)
+    placed_transfers = block_transfers(saved)
     logits = [cost for n in block.ops if (cost := logits_cost(n, strategies[n.name], axis.size)) is not None]
     ops = {n: op_costs(n, strategies[n.name], rule_of(n), axis.size) for n in block.ops}
     is_layer = any(c.block == block.name for c in program.layer_calls)
@@ -189,7 +189,7 @@ def _layer_costs(program: Program, saved: Saved, axis: Axis, compiled: bool = Fa
     return LayerCosts(
         name=block.name,
         ops=tuple(fused(block, strategies, ops, axis.size) if compiled else [c for n in ops for c in ops[n]]),
-        transfers=tuple(move.transfer for move in moves),
+        transfers=tuple(move.transfer for move in placed_transfers),
         parameters=own,
         tied_parameters=tied,
         saved_bytes=saved.total_bytes(),
@@ -202,23 +202,23 @@ def _layer_costs(program: Program, saved: Saved, axis: Axis, compiled: bool = Fa
         buffer_bytes=sum(int(tensor_bytes(info(n))) for n in block.placeholders(Role.BUFFER) if not is_count(info(n))),
         logits_bytes=_total(cost.kept_bytes for cost in logits),
         logits_peak_bytes=largest([cost.peak_bytes for cost in logits]),
-        again=again_costs(saved, moves) if is_layer else (),
+        recompute=recompute_costs(saved, placed_transfers) if is_layer else (),
     )
 
 
-def block_transfers(saved: Saved) -> list[Move]:
+def block_transfers(saved: Saved) -> list[PlacedTransfer]:
     """Each conversion once, however many ops read its result; collectives within ops; sums of gradients."""
-    found: list[Move] = []
+    found: list[PlacedTransfer] = []
     first = {read: n for n in reversed(saved.block.ops) for read in saved.reads(n)}
     for value, target in dict.fromkeys(read for n in saved.block.ops for read in saved.reads(n)):
         for transfer in conversion_transfers(info(value), saved.of[value.name].output, target):
-            found.append(Move(transfer, value, first[value, target]))
+            found.append(PlacedTransfer(transfer, value, first[value, target]))
     for node in saved.block.ops:
         within = op_transfers(node, saved.of[node.name]) + context_transfers(node, saved.of[node.name], saved.tp)
-        found += [Move(transfer, node, node) for transfer in within]
+        found += [PlacedTransfer(transfer, node, node) for transfer in within]
     for node in saved.block.placeholders(Role.PARAMETER):
         sums = parameter_transfers(info(node), saved.of[node.name].output)
-        found += [Move(transfer, node, None) for transfer in sums]
+        found += [PlacedTransfer(transfer, node, None) for transfer in sums]
     return found
 
 

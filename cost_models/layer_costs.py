@@ -28,7 +28,7 @@ class OpCost:
     backward_bytes: sympy.Expr
     sharded: bool  # tp divides its work
     launches: tuple[sympy.Expr, sympy.Expr] | None = None  # kernels forward and backward, where not those of its kind
-    halves: tuple[float, float] = (1.0, 0.0)  # of backward, where gradients of inputs and of weights come apart
+    dgrad_wgrad: tuple[float, float] = (1.0, 0.0)  # of backward, where gradients of inputs and of weights come apart
     needed: sympy.Expr = sympy.Integer(1)  # the share of its FLOPs that the model needs: a mask's kernel does all
 
     @property
@@ -54,7 +54,7 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class AgainCosts:
+class RecomputeCosts:
     """One choice of what a layer computes again in backward: `what` is a text of `autopar.plan.recompute`.
 
     saved_bytes: kept from forward to backward instead. live_bytes: what backward holds again at once.
@@ -93,7 +93,7 @@ class LayerCosts:
     data_transfers: tuple[Transfer, ...] = ()
     logits_bytes: sympy.Expr = sympy.Integer(0)
     logits_peak_bytes: sympy.Expr = sympy.Integer(0)
-    again: tuple[AgainCosts, ...] = ()
+    recompute: tuple[RecomputeCosts, ...] = ()
     waiting_bytes: sympy.Expr = sympy.Integer(0)
 
     @property
@@ -103,7 +103,7 @@ class LayerCosts:
 
 
 @dataclass(frozen=True)
-class Passed:
+class BoundaryValue:
     """A value that passes between layers, on one rank: made in layer `made`, `read` in that one at last.
 
     gradient_bytes: of the gradient that comes back; that of a floating value does, be it needed or not.
@@ -114,12 +114,12 @@ class Passed:
     read: int
     size_bytes: sympy.Expr
     gradient_bytes: sympy.Expr
-    apart: bool
+    once_per_stage: bool
     kept: bool
 
 
 @dataclass(frozen=True)
-class Table:
+class StageConstant:
     """A value that depends on no parameter, as a mask: each stage with a layer of `readers` makes its own. It counts as
     kept, which it is if an op of theirs keeps it, or if they are recomputed."""
 
@@ -150,14 +150,25 @@ class ModelCosts:
     epilogue: LayerCosts
     unsharded_flops: sympy.Expr
     sharded_fraction: float
-    tables_bytes: int = 0
+    constants_bytes: int = 0
     chunked: LayerCosts | None = None
     not_chunked: str = "the model has no cross-entropy"
     chains: tuple[int, ...] = ()
     cp: int = 1
     context: str = ""
-    passed: tuple[Passed, ...] = ()
-    tables: tuple[Table, ...] = ()
+    boundary_values: tuple[BoundaryValue, ...] = ()
+    constants: tuple[StageConstant, ...] = ()
 
 
-__all__ = ["CHUNKS", "AgainCosts", "B", "LayerCosts", "ModelCosts", "OpCost", "Passed", "S", "Table", "Transfer"]
+__all__ = [
+    "CHUNKS",
+    "B",
+    "BoundaryValue",
+    "LayerCosts",
+    "ModelCosts",
+    "OpCost",
+    "RecomputeCosts",
+    "S",
+    "StageConstant",
+    "Transfer",
+]

@@ -94,6 +94,6 @@ def head_costs(node: fx.Node, strategy: Strategy, product: OpCost, ranks: int) -
     passes = OpCost(
         f"{product.name}_logits", "memory", _ZERO, logits.forward_bytes, _ZERO,
         logits.backward_bytes if backward else _ZERO, product.sharded, (18 * chunks + 10, 15 * chunks + 5),
-        product.halves,
+        product.dgrad_wgrad,
     )  # fmt: skip
     return products, passes

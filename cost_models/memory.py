@@ -12,7 +12,7 @@ from math import inf
 
 from autopar.cost_models.compute import ModelPrice, StageShape
 from autopar.cost_models.hardware import Hardware
-from autopar.cost_models.setting import Setting
+from autopar.cost_models.stage_context import StageContext
 from autopar.cost_models.stage_memory import StageMemory, memory_of
 from autopar.cost_models.states import States, optimizer_state_bytes
 
@@ -29,17 +29,19 @@ class MemoryTerm:
     size_bytes: float
 
 
-def rank_ledger(price: ModelPrice, shapes: Sequence[StageShape], rank: int, setting: Setting) -> tuple[MemoryTerm, ...]:
+def rank_ledger(
+    price: ModelPrice, shapes: Sequence[StageShape], rank: int, context: StageContext
+) -> tuple[MemoryTerm, ...]:
     """The memory terms of a rank with the stages of these shapes."""
-    memory = memory_of(price, shapes, rank, setting)
-    return ledger(memory, setting.states, setting.hardware, setting.mesh.world_size)
+    memory = memory_of(price, shapes, rank, context)
+    return ledger(memory, context.states, context.hardware, context.mesh.world_size)
 
 
 def rank_host_ledger(
-    price: ModelPrice, shapes: Sequence[StageShape], rank: int, setting: Setting
+    price: ModelPrice, shapes: Sequence[StageShape], rank: int, context: StageContext
 ) -> tuple[MemoryTerm, ...]:
     """What a rank keeps on the host."""
-    return host_ledger(memory_of(price, shapes, rank, setting), setting.states, setting.hardware)
+    return host_ledger(memory_of(price, shapes, rank, context), context.states, context.hardware)
 
 
 def host_room_bytes(hardware: Hardware) -> float:
@@ -50,13 +52,13 @@ def host_room_bytes(hardware: Hardware) -> float:
 def ledger(stage: StageMemory, states: States, hardware: Hardware, world_size: int) -> tuple[MemoryTerm, ...]:
     """The terms of one stage; their sum is the peak in bytes."""
     activations = stage.activation_bytes - stage.logits_bytes
-    held = stage.activation_bytes + stage.transient_bytes
+    resident = stage.activation_bytes + stage.transient_bytes
     at_once = f", 1/{stage.loss_chunks} at once" if stage.loss_chunks > 1 else ""
     terms = [
         *_state_terms(stage, states, hardware),
         MemoryTerm(f"activations: {stage.in_flight} in flight", activations),
         MemoryTerm(f"logits{at_once}", stage.logits_at_peak_bytes),
-        MemoryTerm("workspace, recomputed layer", held - activations - stage.logits_at_peak_bytes),
+        MemoryTerm("workspace, recomputed layer", resident - activations - stage.logits_at_peak_bytes),
         *_buffer_terms(stage, states),
     ]
     allocated = total_bytes(terms)

@@ -51,9 +51,9 @@ class StageLedger:
 def time_terms(times: Sequence[StageTime], data: Sequence[DataTime], micro_batches: int) -> tuple[TimeTerm, ...]:
     """One micro-batch, with the once-a-step communication spread over the micro-batches."""
     both = sum((time.forward + time.backward for time in times), PhaseTime())
-    again: dict[str, PhaseTime] = {}
-    for what, phase in (item for time in times for item in time.again.items()):
-        again[what] = again.get(what, PhaseTime()) + phase
+    repeated: dict[str, PhaseTime] = {}
+    for what, phase in (item for time in times for item in time.repeated.items()):
+        repeated[what] = repeated.get(what, PhaseTime()) + phase
     once = sum((comm.first_forward + comm.last_backward for comm in data), Overlap())
     each = sum((comm.each_forward + comm.each_backward for comm in data), Overlap())
     exposed_s = each.exposed_s + once.exposed_s / micro_batches
@@ -64,12 +64,12 @@ def time_terms(times: Sequence[StageTime], data: Sequence[DataTime], micro_batch
         TimeTerm("tp communication", both.tp_s),
         TimeTerm("cp communication", both.cp_s),
         TimeTerm("launch floor", both.launch_s),
-        *(term for what, phase in again.items() for term in _again_terms(what, phase)),
+        *(term for what, phase in repeated.items() for term in _recompute_terms(what, phase)),
         TimeTerm("dp communication", exposed_s, each.hidden_s + once.hidden_s / micro_batches),
     )
 
 
-def _again_terms(what: str, phase: PhaseTime) -> list[TimeTerm]:
+def _recompute_terms(what: str, phase: PhaseTime) -> list[TimeTerm]:
     """What a choice of recompute computes again, and the tp collectives that run again within it."""
     terms = [TimeTerm(f"{_RECOMPUTE}{what}", phase.total_s - phase.tp_s)]
     return [*terms, TimeTerm(f"{_RECOMPUTE}tp communication in {what}", phase.tp_s)] if phase.tp_s else terms
@@ -95,8 +95,8 @@ def limited_by(
     losses = {
         term.name: term.time_s * micro_batches for term in slowest.time if term.name not in ("matmul", "attention")
     }
-    again = [name for name in losses if name.startswith(_RECOMPUTE)]
-    losses["memory"] = sum(losses.pop(name) for name in again)
+    repeated = [name for name in losses if name.startswith(_RECOMPUTE)]
+    losses["memory"] = sum(losses.pop(name) for name in repeated)
     losses["bubble"] = bubble_s
     losses["optimizer"] = sum(term.time_s for term in after)
     worst = max(losses, key=lambda name: losses[name])

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from autopar.cost_models.block import AgainPrice, BlockPrice
+from autopar.cost_models.block import BlockPrice, RecomputePrice
 from autopar.cost_models.compute import ModelPrice, StageShape, stage_blocks
-from autopar.cost_models.setting import Setting
-from autopar.plan.schedules import Held
+from autopar.cost_models.stage_context import StageContext
+from autopar.plan.schedules import InFlight
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class StageMemory:
     logits_bytes: float = 0.0  # of what is saved of all micro-batches in flight
     logits_at_peak_bytes: float = 0.0  # of what is saved and transient, when most is
     loss_chunks: int = 1
-    held_bytes: float | None = None  # of all micro-batches in flight, where not each keeps `saved_bytes`
+    kept_bytes: float | None = None  # of all micro-batches in flight, where not each keeps `saved_bytes`
 
     @property
     def activation_bytes(self) -> float:
-        return self.in_flight * self.saved_bytes if self.held_bytes is None else self.held_bytes
+        return self.in_flight * self.saved_bytes if self.kept_bytes is None else self.kept_bytes
 
 
 def stage_memory(price: ModelPrice, shape: StageShape, in_flight: int) -> StageMemory:
@@ -46,10 +46,12 @@ def stage_memory(price: ModelPrice, shape: StageShape, in_flight: int) -> StageM
     """
     blocks = stage_blocks(price, shape)
     inner = [item for item in blocks if item[0] is not price.prologue and item[0] is not price.epilogue]
-    saved = shape.held_bytes
-    for block, count, again in blocks:
-        saved += count * block.saved_bytes - sum(n * (block.saved_bytes - choice.saved_bytes) for choice, n in again)
-    layer_peak = max((again_bytes(block, [choice for choice, _ in again]) for block, _, again in inner), default=0.0)
+    saved = shape.kept_bytes
+    for block, count, choices in blocks:
+        saved += count * block.saved_bytes - sum(n * (block.saved_bytes - choice.saved_bytes) for choice, n in choices)
+    layer_peak = max(
+        (recompute_bytes(block, [choice for choice, _ in choices]) for block, _, choices in inner), default=0.0
+    )
     working = [price.prologue.working_bytes] if shape.first else []
     logits = logits_at_peak = 0.0
     if shape.last:
@@ -61,7 +63,8 @@ def stage_memory(price: ModelPrice, shape: StageShape, in_flight: int) -> StageM
         logits_at_peak = (in_flight - 1) * logits + own
     ends = end_parameters(price, shape)
     largest = max(
-        (block.parameters * max([1, *(choice.group for choice, _ in again)]) for block, _, again in inner), default=0
+        (block.parameters * max([1, *(choice.group for choice, _ in choices)]) for block, _, choices in inner),
+        default=0,
     )
     return StageMemory(
         parameters=stage_parameters(price, shape),
@@ -71,20 +74,22 @@ def stage_memory(price: ModelPrice, shape: StageShape, in_flight: int) -> StageM
         transient_bytes=max([0.0, layer_peak, *working]),
         in_flight=in_flight,
         receives_bytes=shape.receives_bytes,
-        buffer_bytes=price.model.tables_bytes + sum(b.buffer_bytes * n for b, n, _ in blocks),
+        buffer_bytes=price.model.constants_bytes + sum(b.buffer_bytes * n for b, n, _ in blocks),
         logits_bytes=in_flight * logits,
         logits_at_peak_bytes=logits_at_peak,
         loss_chunks=price.loss_chunks,
     )
 
 
-def rank_memory(stages: Sequence[StageMemory], waiting_bytes: Sequence[float], times: Sequence[Held]) -> StageMemory:
+def rank_memory(
+    stages: Sequence[StageMemory], waiting_bytes: Sequence[float], times: Sequence[InFlight]
+) -> StageMemory:
     """The stages of a rank together, at the fullest of its `times`.
 
     waiting_bytes: of a micro-batch in each stage whose gradients of weights are still to come.
     """
     saved = [stage.saved_bytes for stage in stages]
-    held_bytes, fullest = max(
+    kept_bytes, fullest = max(
         (sum(n * size for n, size in zip(sum(time, ()), (*saved, *waiting_bytes), strict=True)), time) for time in times
     )
     return StageMemory(
@@ -96,7 +101,7 @@ def rank_memory(stages: Sequence[StageMemory], waiting_bytes: Sequence[float], t
         in_flight=sum(fullest.activations),
         receives_bytes=sum(stage.receives_bytes for stage in stages),
         buffer_bytes=sum(stage.buffer_bytes for stage in stages),
-        held_bytes=held_bytes,
+        kept_bytes=kept_bytes,
         logits_bytes=sum(n * stage.logits_bytes for n, stage in zip(fullest.activations, stages, strict=True)),
         logits_at_peak_bytes=sum(
             (n - 1) * stage.logits_bytes + stage.logits_at_peak_bytes
@@ -107,7 +112,7 @@ def rank_memory(stages: Sequence[StageMemory], waiting_bytes: Sequence[float], t
     )
 
 
-def again_bytes(block: BlockPrice, choices: Iterable[AgainPrice]) -> float:
+def recompute_bytes(block: BlockPrice, choices: Iterable[RecomputePrice]) -> float:
     """What a layer needs in backward beside what was kept: workspace, and what recompute makes again at once."""
     return block.working_bytes + max((choice.live_bytes for choice in choices), default=0.0)
 
@@ -136,12 +141,12 @@ def end_parameters(price: ModelPrice, shape: StageShape) -> EndParameters:
 
 def stage_parameters(price: ModelPrice, shape: StageShape) -> int:
     """Elements that a stage holds and updates, its own copies of those tied to an earlier stage's among them."""
-    held = sum(block.parameters * n for block, n in zip(price.classes, shape.counts, strict=True))
+    parameters = sum(block.parameters * n for block, n in zip(price.classes, shape.counts, strict=True))
     tied = sum(block.tied_parameters for block, n in zip(price.classes, shape.counts, strict=True) if n)
-    return held + end_parameters(price, shape).total + (0 if shape.first else tied)
+    return parameters + end_parameters(price, shape).total + (0 if shape.first else tied)
 
 
-def memory_of(price: ModelPrice, shapes: Sequence[StageShape], rank: int, setting: Setting) -> StageMemory:
+def memory_of(price: ModelPrice, shapes: Sequence[StageShape], rank: int, context: StageContext) -> StageMemory:
     """What the ledger needs of a rank, with the micro-batches that its schedule keeps in flight."""
     stages, waiting = [], []
     for shape in shapes:
@@ -149,4 +154,4 @@ def memory_of(price: ModelPrice, shapes: Sequence[StageShape], rank: int, settin
         # The first stage's whole backward comes later: nothing of it waits but what it has received.
         blocks = [] if shape.first else stage_blocks(price, shape)
         waiting.append(sum(count * block.waiting_bytes for block, count, _ in blocks))
-    return rank_memory(stages, waiting, setting.held(rank))
+    return rank_memory(stages, waiting, context.fullest_times(rank))

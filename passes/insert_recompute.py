@@ -14,7 +14,7 @@ from autopar.ir.values import chains
 from autopar.liveness.regions import Region, find_regions, gathered_order
 from autopar.liveness.saved import Saved
 from autopar.plan.plan import Plan
-from autopar.plan.recompute import Again, AgainRegion, by_layer, regions_of
+from autopar.plan.recompute import RecomputeChoice, RecomputeRegion, by_layer, regions_of
 from autopar.rules.verify import Level
 
 
@@ -41,15 +41,15 @@ class InsertRecompute:
         unknown = [i for i in by_layer(plan.activations.recompute) if not 0 <= i < layers]
         if unknown:
             raise PlanError(f"recompute names layers {unknown}, but {program.name} has layers 0 to {layers - 1}")
-        for again in plan.activations.recompute:
-            _check_groups(program, again)
+        for chosen in plan.activations.recompute:
+            _check_groups(program, chosen)
         program = program.copy_blocks()
         wanted = _wanted(program, plan.activations.recompute)
         regions = {name: _mark(program, program.blocks[name], names, plan) for name, names in wanted.items()}
         return replace(program, recompute=plan.activations.recompute, regions=regions)
 
 
-def _wanted(program: Program, recompute: Sequence[Again]) -> dict[str, list[str]]:
+def _wanted(program: Program, recompute: Sequence[RecomputeChoice]) -> dict[str, list[str]]:
     """The regions of each block that some of its layers recompute."""
     found: dict[str, dict[str, None]] = {}
     for layer, what in by_layer(recompute).items():
@@ -58,7 +58,7 @@ def _wanted(program: Program, recompute: Sequence[Again]) -> dict[str, list[str]
     return {block: list(names) for block, names in found.items()}
 
 
-def _mark(program: Program, block: Block, names: Sequence[str], plan: Plan) -> tuple[AgainRegion, ...]:
+def _mark(program: Program, block: Block, names: Sequence[str], plan: Plan) -> tuple[RecomputeRegion, ...]:
     """The block's regions of these names, each with its ops next to each other."""
     chosen = [region for region in _regions(program, block, names, plan.mesh.tp) if region.name in names]
     for region in sorted(chosen, key=lambda region: -len(region.ops)):  # the part of a sublayer after the whole
@@ -66,7 +66,7 @@ def _mark(program: Program, block: Block, names: Sequence[str], plan: Plan) -> t
     choices = by_layer(plan.activations.recompute)
     layers = [choices.get(i, "") for i, call in enumerate(program.layer_calls) if call.block == block.name]
     return tuple(
-        AgainRegion(
+        RecomputeRegion(
             region.name,
             tuple(node.name for node in region.ops),
             always=all(region.name in regions_of(what) for what in layers),
@@ -97,18 +97,17 @@ def _gather(block: Block, region: Region) -> None:
         placed = node
 
 
-def _check_groups(program: Program, again: Again) -> None:
+def _check_groups(program: Program, chosen: RecomputeChoice) -> None:
     """PlanError where a group's layers are not one after the other on one stage."""
-    if again.group == 1:
+    if chosen.group == 1:
         return
-    size, number = again.group, chains(program)
-    if len(again.layers) % size:
-        raise PlanError(
-            f"recompute: layers {again.start} to {again.stop - 1} are no {again.what}: give a multiple of {size} layers"
-        )
-    stages = [next(i for i, s in enumerate(program.stages) if s.start <= layer < s.stop) for layer in again.layers]
-    for first in range(0, len(again.layers), size):
-        own = again.layers[first : first + size]
+    size, number = chosen.group, chains(program)
+    if len(chosen.layers) % size:
+        layers = f"layers {chosen.start} to {chosen.stop - 1}"
+        raise PlanError(f"recompute: {layers} are no {chosen.what}: give a multiple of {size} layers")
+    stages = [next(i for i, s in enumerate(program.stages) if s.start <= layer < s.stop) for layer in chosen.layers]
+    for first in range(0, len(chosen.layers), size):
+        own = chosen.layers[first : first + size]
         if len(set(stages[first : first + size])) > 1:
             raise PlanError(f"recompute: layers {own[0]} to {own[-1]} are a group, but on two stages: move the range")
         if len({number[layer] for layer in own}) > 1:

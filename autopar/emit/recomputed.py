@@ -13,7 +13,7 @@ from ..errors import PlanError
 from ..ir.graph import Block, Call, Program, Role, info, node_inputs, set_info
 from ..liveness.regions import gathered_order, is_random
 from ..placement import Strategy
-from ..plan.recompute import LAYER, Again, AgainRegion, by_layer, group_of, regions_of
+from ..plan.recompute import LAYER, RecomputeChoice, RecomputeRegion, by_layer, group_of, regions_of
 from .body import Body
 from .code import Code, Statement, Suite, function, table
 from .emission import Emission, untold_sizes
@@ -63,7 +63,7 @@ def recompute_argument(program: Program, block: str, layer: str) -> str:
 
 def constants(program: Program) -> list[Code]:
     """RECOMPUTE: layers, or layer → regions; GROUPS: the paths of each group's layers, gathered for it as one."""
-    groups = [_group_row(program, again) for again in program.recompute if again.group > 1]
+    groups = [_group_row(program, chosen) for chosen in program.recompute if chosen.group > 1]
     code = [*_constant(program), table("GROUPS = (  # layers that are recomputed as one are one unit", groups)]
     return code if groups else code[:-1]
 
@@ -86,31 +86,31 @@ def _range(layers: Sequence[int]) -> str:
     return f"range({layers[0]}, {layers[-1] + 1})" if whole else str(list(layers))
 
 
-def _group_row(program: Program, again: Again) -> str:
-    paths = [call.path for call in program.layer_calls[again.start : again.stop]]
-    less = offset(program, Run(again.start, again.stop))
+def _group_row(program: Program, chosen: RecomputeChoice) -> str:
+    paths = [call.path for call in program.layer_calls[chosen.start : chosen.stop]]
+    less = offset(program, Run(chosen.start, chosen.stop))
     if less is None:
-        groups = [tuple(paths[i : i + again.group]) for i in range(0, len(paths), again.group)]
+        groups = [tuple(paths[i : i + chosen.group]) for i in range(0, len(paths), chosen.group)]
         return f"*({', '.join(map(tuple_text, groups))},)"
-    path = f"{parent(program.layer_calls[again.start])}.{{i}}".lstrip(".")
-    firsts = f"range({again.start - less}, {again.stop - less}, {again.group})"
-    return f'*([f"{path}" for i in range(first, first + {again.group})] for first in {firsts})'
+    path = f"{parent(program.layer_calls[chosen.start])}.{{i}}".lstrip(".")
+    firsts = f"range({chosen.start - less}, {chosen.stop - less}, {chosen.group})"
+    return f'*([f"{path}" for i in range(first, first + {chosen.group})] for first in {firsts})'
 
 
-def group_at(program: Program, layer: int) -> Again | None:
+def group_at(program: Program, layer: int) -> RecomputeChoice | None:
     """The range of groups that a layer is in."""
-    return next((again for again in program.recompute if again.group > 1 and layer in again.layers), None)
+    return next((chosen for chosen in program.recompute if chosen.group > 1 and layer in chosen.layers), None)
 
 
-def group_method(program: Program, again: Again) -> str:
+def group_method(program: Program, chosen: RecomputeChoice) -> str:
     """The name of the method that computes a group of a range."""
     several = sum(other.group > 1 for other in program.recompute) > 1
-    return f"_layers_{again.start}" if several else "_layers"
+    return f"_layers_{chosen.start}" if several else "_layers"
 
 
-def no_groups(again: Again) -> PlanError:
+def no_groups(chosen: RecomputeChoice) -> PlanError:
     """The refusal of groups whose layers read or give values of different names."""
-    return PlanError(f"recompute: layers {again.start} to {again.stop - 1} are no groups: use 'layer' for them")
+    return PlanError(f"recompute: layers {chosen.start} to {chosen.stop - 1} are no groups: use 'layer' for them")
 
 
 def recomputed_text(program: Program, layers: Sequence[int]) -> list[str]:
@@ -142,10 +142,10 @@ def layer_forward(program: Program, block: str, arguments: Sequence[str]) -> lis
         return []
     parameters, layer = ["self", *arguments], f"self._layer({', '.join(arguments)})"
     if _by_region(program):
-        again = ", ".join([quoted(LAYER), "self._layer", *arguments])
-        return [function("forward", parameters, [Statement(f"self._recomputed({again})", returned=True)])]
-    again = f"return {checkpointed('self._layer', *arguments)}"
-    chosen = Suite("if self._recompute and torch.is_grad_enabled():", [again])
+        call = ", ".join([quoted(LAYER), "self._layer", *arguments])
+        return [function("forward", parameters, [Statement(f"self._recomputed({call})", returned=True)])]
+    call = f"return {checkpointed('self._layer', *arguments)}"
+    chosen = Suite("if self._recompute and torch.is_grad_enabled():", [call])
     return [function("forward", parameters, [chosen, Statement(layer, returned=True)])]
 
 
@@ -153,8 +153,8 @@ def by_regions(program: Program, block: str) -> list[Suite]:
     """The method by which a layer computes a part of it, for a class whose layers are told names of regions."""
     if not _differ(program, block) or not _by_region(program):
         return []
-    again = f"return {checkpointed('part', '*values')}"
-    chosen = Suite("if name in self._recompute and torch.is_grad_enabled():", [again])
+    call = f"return {checkpointed('part', '*values')}"
+    chosen = Suite("if name in self._recompute and torch.is_grad_enabled():", [call])
     doc = ['"""A part of the layer; where RECOMPUTE names it, backward computes it again."""']
     return [function("_recomputed", ["self", "name", "part", "*values"], [chosen, "return part(*values)"], doc)]
 
@@ -167,7 +167,7 @@ def by_regions(program: Program, block: str) -> list[Suite]:
 class Outlined:
     """A region of a layer that has a method of its own: its ops in the block, and the values of others it reads."""
 
-    region: AgainRegion
+    region: RecomputeRegion
     method: str
     ops: tuple[fx.Node, ...]
     reads: tuple[fx.Node, ...]
@@ -181,7 +181,7 @@ class Outlined:
         return other is not self and set(other.ops) < set(self.ops)
 
 
-def outlined(block: Block, regions: Sequence[AgainRegion], renamed: Mapping[str, str]) -> list[Outlined]:
+def outlined(block: Block, regions: Sequence[RecomputeRegion], renamed: Mapping[str, str]) -> list[Outlined]:
     """The regions of a block with their ops; `renamed`: nodes that stand for others, by name."""
     taken = {info(n).ref.partition(".")[0] for n in block.placeholders(Role.PARAMETER, Role.BUFFER)}
     made: list[Outlined] = []
@@ -194,7 +194,7 @@ def outlined(block: Block, regions: Sequence[AgainRegion], renamed: Mapping[str,
     return made
 
 
-def _ops(block: Block, region: AgainRegion, renamed: Mapping[str, str]) -> tuple[fx.Node, ...]:
+def _ops(block: Block, region: RecomputeRegion, renamed: Mapping[str, str]) -> tuple[fx.Node, ...]:
     """The region's ops, and what passes have put between them; what converts at its borders stays outside."""
     inside = {node for node in block.ops if renamed.get(node.name, node.name) in region.ops}
     for node in reversed(block.ops):

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from ..placement import Placement, Strategy
-from ..plan.recompute import Again, AgainRegion
+from ..plan.recompute import RecomputeChoice, RecomputeRegion
 from .custom import OpaqueCall
 from .identifiers import COUNTS
 from .lengths import FixedLength, Padding
@@ -246,8 +246,8 @@ class Program:
     sequence_multiple: int = 1
     fixed_length: FixedLength | None = None
     stages: tuple[Stage, ...] = ()
-    recompute: tuple[Again, ...] = ()
-    regions: dict[str, tuple[AgainRegion, ...]] = field(default_factory=dict)
+    recompute: tuple[RecomputeChoice, ...] = ()
+    regions: dict[str, tuple[RecomputeRegion, ...]] = field(default_factory=dict)
     mutated: tuple[str, ...] = ()
     persistent: dict[str, TensorInfo] = field(default_factory=dict)
     opaque: dict[str, OpaqueCall] = field(default_factory=dict)

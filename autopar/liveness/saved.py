@@ -34,7 +34,7 @@ class Saved:
     block: Block
     of: Mapping[str, Strategy]
     tp: int
-    apart: frozenset[str] = frozenset()
+    once_per_stage: frozenset[str] = frozenset()
 
     def reads(self, node: fx.Node) -> list[tuple[fx.Node, Placement]]:
         """Each operand with the placement it is read in."""
@@ -99,7 +99,7 @@ class Saved:
 
     def values(self, nodes: Iterable[fx.Node]) -> sympy.Expr:
         """Bytes of some values as they are, but of those apart."""
-        own = (n for n in nodes if n.name not in self.apart)
+        own = (n for n in nodes if n.name not in self.once_per_stage)
         return sympy.Add(*(local_bytes(info(n), self.of[n.name].output, self.tp) for n in own))
 
     def keeps(self, node: fx.Node) -> bool:
@@ -117,7 +117,7 @@ class Saved:
         is_there = info(root).role in (Role.PARAMETER, Role.BUFFER, Role.INPUT) or not (
             info(root).requires_grad or info(root).role is Role.OP
         )
-        if is_there and not converted or root.name in self.apart and self._lies(value, placement):
+        if is_there and not converted or root.name in self.once_per_stage and self._lies(value, placement):
             return {}
         size = local_bytes(info(value), placement, self.tp)
         if is_raised_loss(reader) and info(value).dtype.is_floating_point:

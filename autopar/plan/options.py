@@ -16,7 +16,7 @@ from typing import Any
 
 from ..errors import PlanError
 from ..runtime.choices import Batch, Compute, Mesh, Pipeline, Sharding
-from .recompute import FORM, MOST_LAYERS, Activations, Again, choice
+from .recompute import FORM, MOST_LAYERS, Activations, RecomputeChoice, choice
 
 VALUES = (Mesh, Batch, Pipeline, Sharding, Activations, Compute)  # the choices of a plan, in the order of plan.yaml
 CONTEXT_LAYOUTS = ("ring", "ulysses", "all_gather")
@@ -163,7 +163,7 @@ def _is_recompute(value: Any) -> bool:
             return False
     if not isinstance(value, tuple):
         return is_whole(value) and 0 <= value < MOST_LAYERS
-    layers = [part for part in value if not isinstance(part, Again)]
+    layers = [part for part in value if not isinstance(part, RecomputeChoice)]
     return all(is_whole(layer) and 0 <= layer < MOST_LAYERS for layer in layers) and len(layers) in (0, len(value))
 
 

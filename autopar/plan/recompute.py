@@ -30,7 +30,7 @@ FORM = f"{', '.join(map(repr, REGIONS))} (several: 'attention core, mlp'), '{LAY
 
 
 @dataclass(frozen=True)
-class Again:
+class RecomputeChoice:
     """Layers [start, stop), of each of which backward computes `what` again: a text of `choice`."""
 
     start: int
@@ -53,7 +53,7 @@ class Again:
 
 
 @dataclass(frozen=True)
-class AgainRegion:
+class RecomputeRegion:
     """Ops of a layer class, by node name and in order, that backward computes again as one; the last one is its result.
 
     always: in each layer of the class.
@@ -72,7 +72,7 @@ class Activations:
     vocabulary in which head and loss are computed together, 1 for whole logits.
     """
 
-    recompute: tuple[Again, ...] = field_of(
+    recompute: tuple[RecomputeChoice, ...] = field_of(
         "recompute", "none, full, regions (attention core, mlp), groups of 2, layers a stage (2), or layers (0,1,5)"
     )
     loss_chunks: int = field_of("slices", "slices of the vocabulary for head and loss, 1 for none", default=1)
@@ -107,33 +107,33 @@ def is_whole(what: str) -> bool:
     return what == LAYER or group_of(what) > 1
 
 
-def again_of(layers: Mapping[int, str]) -> tuple[Again, ...]:
+def recompute_choices(layers: Mapping[int, str]) -> tuple[RecomputeChoice, ...]:
     """Layer → choice, as ranges of neighbours with the same one."""
-    made: list[Again] = []
+    made: list[RecomputeChoice] = []
     for layer, what in sorted(layers.items()):
         if made and made[-1].stop == layer and made[-1].what == what:
-            made[-1] = Again(made[-1].start, layer + 1, what)
+            made[-1] = RecomputeChoice(made[-1].start, layer + 1, what)
         else:
-            made.append(Again(layer, layer + 1, what))
+            made.append(RecomputeChoice(layer, layer + 1, what))
     return tuple(made)
 
 
-def whole_layers(layers: Iterable[int]) -> tuple[Again, ...]:
+def whole_layers(layers: Iterable[int]) -> tuple[RecomputeChoice, ...]:
     """Each of these layers whole, by itself."""
-    return again_of(dict.fromkeys(layers, LAYER))
+    return recompute_choices(dict.fromkeys(layers, LAYER))
 
 
-def by_layer(recompute: Iterable[Again]) -> dict[int, str]:
+def by_layer(recompute: Iterable[RecomputeChoice]) -> dict[int, str]:
     """Layer → choice; the inverse of `again_of`."""
-    return {layer: again.what for again in recompute for layer in again.layers}
+    return {layer: chosen.what for chosen in recompute for layer in chosen.layers}
 
 
-def to_plain(recompute: Iterable[Again]) -> dict[str, str]:
+def to_plain(recompute: Iterable[RecomputeChoice]) -> dict[str, str]:
     """As a plan.yaml has it: {"0-11": "attention core", "12": "layer"}, first and last layer of each range."""
-    return {_range_text(again): again.what for again in recompute}
+    return {_range_text(chosen): chosen.what for chosen in recompute}
 
 
-def from_plain(data: Any) -> tuple[Again, ...]:
+def from_plain(data: Any) -> tuple[RecomputeChoice, ...]:
     """The inverse of `to_plain`; a list of layers, as older plans have, is layers that are recomputed whole."""
     if isinstance(data, list):
         return whole_layers(data)
@@ -144,7 +144,7 @@ def from_plain(data: Any) -> tuple[Again, ...]:
             if layer in chosen:
                 raise PlanError(f"recompute: layer {layer} is in two ranges: give each layer once")
             chosen[layer] = choice(what)
-    return again_of(chosen)
+    return recompute_choices(chosen)
 
 
 def is_plain(data: Any) -> bool:
@@ -158,7 +158,7 @@ def is_plain(data: Any) -> bool:
     )
 
 
-def summary(recompute: Iterable[Again], layers: int) -> str:
+def summary(recompute: Iterable[RecomputeChoice], layers: int) -> str:
     """ "none", "full", "attn core", "12 of 32 layers", "20 attn core + 12 mlp", of a model of so many layers."""
     counts = Counter(by_layer(recompute).values())
     if not counts:
@@ -173,5 +173,5 @@ def summary(recompute: Iterable[Again], layers: int) -> str:
     return " + ".join(f"{n} {short[what]}" for what, n in counts.items())
 
 
-def _range_text(again: Again) -> str:
-    return str(again.start) if again.stop == again.start + 1 else f"{again.start}-{again.stop - 1}"
+def _range_text(chosen: RecomputeChoice) -> str:
+    return str(chosen.start) if chosen.stop == chosen.start + 1 else f"{chosen.start}-{chosen.stop - 1}"

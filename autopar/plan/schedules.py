@@ -32,7 +32,7 @@ class Op(NamedTuple):
     micro_batch: int
 
 
-class Held(NamedTuple):
+class InFlight(NamedTuple):
     """Micro-batches that a rank holds at one time, by its stages in order.
 
     activations: between forward and the end of backward. waiting: those of them whose gradients of weights are
@@ -166,23 +166,25 @@ _ROUNDS = 4  # more of them hold no more
 
 
 @cache
-def held(schedule: str, rank: int, pp: int, micro_batches: int, virtual_stages: int = 1) -> tuple[Held, ...]:
+def fullest_times(
+    schedule: str, rank: int, pp: int, micro_batches: int, virtual_stages: int = 1
+) -> tuple[InFlight, ...]:
     """What a rank holds at its fullest times: no other time holds as much or more of everything.
 
     gpipe: m; 1f1b: min(m, pp − rank).
     """
     if schedule == "gpipe":
-        return (Held((micro_batches,), (0,)),)
+        return (InFlight((micro_batches,), (0,)),)
     if schedule not in MULTI_STAGE:
-        return (Held((min(micro_batches, pp - rank),), (0,)),)
+        return (InFlight((min(micro_batches, pp - rank),), (0,)),)
     rounds = max(1, micro_batches // pp)
     return _fullest(schedule, rank, pp, virtual_stages, micro_batches // rounds, min(rounds, _ROUNDS))
 
 
 @cache
-def _fullest(schedule: str, rank: int, pp: int, v: int, size: int, rounds: int) -> tuple[Held, ...]:
+def _fullest(schedule: str, rank: int, pp: int, v: int, size: int, rounds: int) -> tuple[InFlight, ...]:
     activations, waiting = [0] * v, [0] * v
-    times: dict[Held, None] = {}
+    times: dict[InFlight, None] = {}
     grown = False
     for op in _looped(schedule, rank, pp, v, size, rounds):
         chunk = op.stage // pp
@@ -191,7 +193,7 @@ def _fullest(schedule: str, rank: int, pp: int, v: int, size: int, rounds: int) 
         elif op.kind == "I":
             waiting[chunk] += 1
         elif grown:  # the fullest times are just before something is freed
-            times[Held(tuple(activations), tuple(waiting))] = None
+            times[InFlight(tuple(activations), tuple(waiting))] = None
         grown = op.kind in "FI"
         if op.kind in "BW":
             activations[chunk] -= 1
@@ -200,11 +202,11 @@ def _fullest(schedule: str, rank: int, pp: int, v: int, size: int, rounds: int) 
     return tuple(time for time in times if not any(_covers(other, time) for other in times if other != time))
 
 
-def _covers(more: Held, less: Held) -> bool:
+def _covers(more: InFlight, less: InFlight) -> bool:
     pairs = zip((*more.activations, *more.waiting), (*less.activations, *less.waiting), strict=True)
     return all(a >= b for a, b in pairs)
 
 
 def in_flight(schedule: str, rank: int, pp: int, micro_batches: int, virtual_stages: int = 1) -> int:
     """The most activations of a micro-batch in one stage that a rank holds."""
-    return max(sum(time.activations) for time in held(schedule, rank, pp, micro_batches, virtual_stages))
+    return max(sum(time.activations) for time in fullest_times(schedule, rank, pp, micro_batches, virtual_stages))

@@ -87,7 +87,7 @@ def _stage(index: int, model: nn.Module, data_parallel: DataParallel, mesh: Mesh
         output_args=torch.empty((), device="meta") if sent is None else sent,
         group=mesh.group("pp"),
     )
-    stage.data_parallel, stage.in_halves = data_parallel, mesh.settings.schedule == "zero-bubble"
+    stage.data_parallel, stage.splits_backward = data_parallel, mesh.settings.schedule == "zero-bubble"
     return stage
 
 
@@ -100,12 +100,12 @@ class _Stage(PipelineStage):
     """
 
     data_parallel: DataParallel
-    in_halves: bool
+    splits_backward: bool
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
-        self.data_parallel.before_backward(last_backward and not self.in_halves)
+        self.data_parallel.before_backward(last_backward and not self.splits_backward)
         if backward_type == "weight":
             # As super's, but the graph is kept (its nodes go with the groups): groups may share a part of it, where
             # parameters meet before they meet what was received.
@@ -113,7 +113,7 @@ class _Stage(PipelineStage):
             result: tuple[Any, Any] = (), None
         else:
             result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-        if self.in_halves and backward_type != "input":
+        if self.splits_backward and backward_type != "input":
             self.data_parallel.after_half(last_backward)
         return result[0], _apart(result[1])
 

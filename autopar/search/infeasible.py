@@ -14,7 +14,7 @@ from .case import Case
 from .loss_chunks import smallest_logits
 from .pins import Recompute, Request
 from .sizes import gib
-from .stages import LEANEST, StageCosts, pinned_recompute, setting_for
+from .stages import LEANEST, StageCosts, context_of, pinned_recompute
 
 
 def infeasible_text(cases: Sequence[Case], request: Request, hardware: Hardware) -> str:
@@ -66,12 +66,12 @@ def _least_memory(
     case: Case, recompute: Recompute, request: Request, hardware: Hardware
 ) -> tuple[float, int, tuple[MemoryTerm, ...], str]:
     """(peak bytes of the fullest rank, that rank, its ledger, what is recomputed), layers spread evenly over stages."""
-    price, setting, pp = case.price, setting_for(case.choice, request, hardware), case.choice.mesh.pp
+    price, context, pp = case.price, context_of(case.choice, request, hardware), case.choice.mesh.pp
     ranges = _even(case)
-    shapes = [stage_shape(price, *of, request.pins.again or ()) for of in ranges]
-    if not setting.in_halves:
+    shapes = [stage_shape(price, *of, request.pins.recompute_choices or ()) for of in ranges]
+    if not context.splits_backward:
         shapes = [replace(shape, recomputed=pinned_recompute(recompute, price, shape)) for shape in shapes]
-    ledgers = [rank_ledger(price, shapes[rank::pp], rank, setting) for rank in range(pp)]
+    ledgers = [rank_ledger(price, shapes[rank::pp], rank, context) for rank in range(pp)]
     fullest = max(((total_bytes(terms), rank, terms) for rank, terms in enumerate(ledgers)), key=lambda peak: peak[0])
     return *fullest, _recomputed_text(shapes)
 
@@ -89,9 +89,9 @@ def _even(case: Case) -> list[tuple[int, int]]:
 
 def _host_text(case: Case, request: Request, hardware: Hardware) -> str:
     """The GPUs have room, and the host has not."""
-    setting, pp, ranges = setting_for(case.choice, request, hardware), case.choice.mesh.pp, _even(case)
+    context, pp, ranges = context_of(case.choice, request, hardware), case.choice.mesh.pp, _even(case)
     shapes = [stage_shape(case.price, *of) for of in ranges]
-    need_bytes = max(total_bytes(rank_host_ledger(case.price, shapes[rank::pp], rank, setting)) for rank in range(pp))
+    need_bytes = max(total_bytes(rank_host_ledger(case.price, shapes[rank::pp], rank, context)) for rank in range(pp))
     return (
         f"no plan fits the memory of the hosts with {request.pins}: the nearest ({case.choice.mesh}, zero "
         f"{case.choice.sharding.text()}) keeps {gib(need_bytes)} a GPU there, and a GPU's share of its node is "

@@ -53,9 +53,9 @@ def _loss_prices(price: ModelPrice, request: Request) -> Iterator[ModelPrice]:
 
 def _relaxed(prices: Sequence[ModelPrice]) -> ModelPrice | None:
     ends = [price.epilogue for price in prices]
-    times = [[phase.total_s for phase in (end.forward, end.backward, *end.halves)] for end in ends]
+    times = [[phase.total_s for phase in (end.forward, end.backward, *end.dgrad_wgrad)] for end in ends]
     slower = all(fewer <= more for pair in pairwise(times) for fewer, more in zip(*pair, strict=True))
-    others = {f.name for f in fields(BlockPrice)} - {"forward", "backward", "halves", *_BYTES}
+    others = {f.name for f in fields(BlockPrice)} - {"forward", "backward", "dgrad_wgrad", *_BYTES}
     alike = all(getattr(end, name) == getattr(ends[0], name) for end in ends for name in others)
     if len(prices) < 2 or not slower or not alike:
         return None

@@ -12,7 +12,7 @@ from autopar.cost_models.hardware import Cluster
 from autopar.errors import PlanError
 from autopar.plan.options import CHOICES, PINS, check, check_names, shown
 from autopar.plan.plan import Optimizer, asked_length, check_cut, check_precision
-from autopar.plan.recompute import Activations, Again, choice, whole_layers
+from autopar.plan.recompute import Activations, RecomputeChoice, choice, whole_layers
 from autopar.rules.coupling import Coupling
 from autopar.runtime.choices import AXES, Batch, Compute, Sharding
 
@@ -20,7 +20,7 @@ from .sizes import divisors, listed
 
 _NOT_FORBIDDEN = ("recompute", "reduce_dtype", "sequence_parallel")
 
-Recompute = str | int | tuple[int, ...] | tuple[Again, ...]
+Recompute = str | int | tuple[int, ...] | tuple[RecomputeChoice, ...]
 Values = TypeVar("Values", bound=Any)
 
 
@@ -51,13 +51,13 @@ class Pins:
         return (pinned is None or pinned == value) and value not in self.forbid.get(name, ())
 
     @property
-    def again(self) -> tuple[Again, ...] | None:
+    def recompute_choices(self) -> tuple[RecomputeChoice, ...] | None:
         """What is recomputed where the pin names layers; None where it does not."""
         if not isinstance(self.recompute, tuple):
             return None
         given: tuple[Any, ...] = self.recompute
         plain = whole_layers(sorted(layer for layer in given if isinstance(layer, int)))
-        return plain or tuple(again for again in given if isinstance(again, Again))
+        return plain or tuple(choice for choice in given if isinstance(choice, RecomputeChoice))
 
     def applied(self, values: Values) -> Values:
         """A value object of the plan with what is fixed of it; layers to recompute, which a pin may name otherwise, as

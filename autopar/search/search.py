@@ -18,7 +18,7 @@ from autopar.cost_models.layer_costs import ModelCosts
 from autopar.cost_models.step_time import Estimate, estimate_price, update_time_s
 from autopar.errors import InfeasibleError
 from autopar.plan.plan import Plan, Solution
-from autopar.plan.recompute import Again
+from autopar.plan.recompute import RecomputeChoice
 from autopar.progress import progress
 from autopar.rules.coupling import Coupling
 from autopar.runtime.choices import Mesh, Pipeline
@@ -29,7 +29,7 @@ from .infeasible import infeasible_text
 from .loss_chunks import LossPrices, chunkable, loss_prices
 from .pins import Request
 from .space import Choice, enumerate_space
-from .stages import Known, StageCosts, setting_for
+from .stages import Known, StageCosts, context_of
 from .virtual import split_virtual
 
 # Of the plans that can win, by ascending bound: some minutes. Llama-3-8B on 64 GPUs has about a thousand.
@@ -165,7 +165,7 @@ def _cases(
 
 def _bound_s(choice: Choice, price: ModelPrice, request: Request, hardware: Hardware) -> float:
     """No step is shorter: the pipeline's bound, then the optimizer's time on the average stage."""
-    update_s = update_time_s(price.parameters / choice.mesh.pp, setting_for(choice, request, hardware))
+    update_s = update_time_s(price.parameters / choice.mesh.pp, context_of(choice, request, hardware))
     return bound_s(choice, price) + update_s
 
 
@@ -223,7 +223,7 @@ def _spread(
     return costs, ranges, ranges is not None or limit_s < inf  # under a limit, None may mean too slow
 
 
-def _plan(case: Case, request: Request, ranges: Ranges, recompute: tuple[Again, ...] = ()) -> Plan:
+def _plan(case: Case, request: Request, ranges: Ranges, recompute: tuple[RecomputeChoice, ...] = ()) -> Plan:
     choice = case.choice
     return Plan(
         mesh=choice.mesh,

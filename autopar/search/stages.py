@@ -18,9 +18,9 @@ from autopar.cost_models.memory import (
     rank_ledger,
     total_bytes,
 )
-from autopar.cost_models.setting import Setting
-from autopar.cost_models.stage_memory import StageMemory, again_bytes, memory_of
-from autopar.plan.recompute import LAYER, Again, again_of, group_of, regions_of
+from autopar.cost_models.stage_context import StageContext
+from autopar.cost_models.stage_memory import StageMemory, memory_of, recompute_bytes
+from autopar.plan.recompute import LAYER, RecomputeChoice, group_of, recompute_choices, regions_of
 
 from .boundaries import TIE, Ranges, split
 from .pins import Recompute, Request
@@ -64,7 +64,7 @@ class StageCosts:
         self.price = price
         self.request = request
         self.limit_s = limit_s
-        self.setting = setting_for(choice, request, hardware)
+        self.context = context_of(choice, request, hardware)
         # What it receives is the one part of a stage that its neighbours decide.
         self.grows = _grows(price)
         self.work_s = price.work_until_s
@@ -73,19 +73,19 @@ class StageCosts:
 
     def split(self) -> Ranges | None:
         """The best ranges where each rank has one stage."""
-        return split(len(self.price.layers), self.setting.mesh.pp, self, self.work_s, self.limit_s, self.grows)
+        return split(len(self.price.layers), self.context.mesh.pp, self, self.work_s, self.limit_s, self.grows)
 
     def __call__(self, stage: int, start: int, stop: int) -> tuple[float, float]:
         """(seconds of one micro-batch, peak bytes) of layers [start, stop) as the only stage of rank `stage`."""
         cost = self.rank_cost(stage, ((start, stop),))
         return cost.time_s, cost.size_bytes
 
-    def recompute(self, ranges: Ranges) -> tuple[Again, ...]:
+    def recompute(self, ranges: Ranges) -> tuple[RecomputeChoice, ...]:
         """What to recompute: of the first layers of each class in each stage."""
-        if (pinned := self.request.pins.again) is not None:
+        if (pinned := self.request.pins.recompute_choices) is not None:
             return pinned
         chosen: dict[int, str] = {}
-        pp = self.setting.mesh.pp
+        pp = self.context.mesh.pp
         for rank in range(pp):
             own = ranges[rank::pp]
             for (start, stop), of_stage in zip(own, self.rank_cost(rank, own).recomputed, strict=True):
@@ -93,16 +93,16 @@ class StageCosts:
                 for layer in range(start, stop):
                     if of_class := left[self.price.layers[layer]]:
                         chosen[layer] = of_class.pop(0)
-        return again_of(chosen)
+        return recompute_choices(chosen)
 
     def average_bytes(self) -> float:
         """The average rank, everything recomputed: some rank needs at least as much."""
-        price, pp, setting = self.price, self.setting.mesh.pp, self.setting
+        price, pp, context = self.price, self.context.mesh.pp, self.context
         # So many micro-batches in each of its stages at one time.
-        held = min(max(min(time.activations) for time in setting.held(rank)) for rank in range(pp))
+        counts = min(max(min(time.activations) for time in context.fullest_times(rank)) for rank in range(pp))
         saved = price.least_saved_bytes / pp
-        average = StageMemory(price.parameters // pp, 0, (), saved, 0.0, held)
-        return total_bytes(ledger(average, setting.states, setting.hardware, setting.mesh.world_size))
+        average = StageMemory(price.parameters // pp, 0, (), saved, 0.0, counts)
+        return total_bytes(ledger(average, context.states, context.hardware, context.mesh.world_size))
 
     def rank_cost(self, rank: int, ranges: Ranges) -> RankCost:
         """The cost of a rank whose stages have these layers."""
@@ -120,7 +120,7 @@ class StageCosts:
         return self._ranges[rank, ranges]
 
     def _shape(self, start: int, stop: int) -> StageShape:
-        return stage_shape(self.price, start, stop, self.request.pins.again or ())
+        return stage_shape(self.price, start, stop, self.request.pins.recompute_choices or ())
 
     def _solve(self, rank: int, shapes: Shapes) -> RankCost:
         """With the first of the sets to recompute that fits."""
@@ -129,21 +129,21 @@ class StageCosts:
 
     def _priced(self, rank: int, shapes: Shapes, chosen: tuple[tuple[Chosen, ...], ...]) -> RankCost:
         shapes = tuple(replace(shape, recomputed=of_stage) for shape, of_stage in zip(shapes, chosen, strict=True))
-        size_bytes = total_bytes(rank_ledger(self.price, shapes, rank, self.setting))
+        size_bytes = total_bytes(rank_ledger(self.price, shapes, rank, self.context))
         if size_bytes > self.request.budget_bytes * TIE or not self._host_holds(rank, shapes):
             return _TOO_MUCH
         time_s = 0.0
         for shape in shapes:
-            data = data_time(self.price, shape, self.setting)
+            data = data_time(self.price, shape, self.context)
             time_s += data.each_forward.exposed_s + data.each_backward.exposed_s
-            time_s += stage_time(self.price, shape, self.setting.in_halves).total_s
+            time_s += stage_time(self.price, shape, self.context.splits_backward).total_s
         return RankCost(time_s if time_s <= self.limit_s else inf, size_bytes, chosen)
 
     def _host_holds(self, rank: int, shapes: Shapes) -> bool:
-        if not self.setting.sharding.offload:
+        if not self.context.sharding.offload:
             return True
-        kept = rank_host_ledger(self.price, shapes, rank, self.setting)
-        return total_bytes(kept) <= host_room_bytes(self.setting.hardware)
+        kept = rank_host_ledger(self.price, shapes, rank, self.context)
+        return total_bytes(kept) <= host_room_bytes(self.context.hardware)
 
     def _choices(self, rank: int, shapes: Shapes) -> Iterator[tuple[tuple[Chosen, ...], ...]]:
         """What to recompute of each class on each stage: as pinned, or the cheapest set that fits.
@@ -151,34 +151,34 @@ class StageCosts:
         What fits at the fullest time may not fit when a rank holds more of another stage; what fits as if the most
         of each were held at once does.
         """
-        pins, setting = self.request.pins, self.setting
-        if setting.in_halves or pins.recompute is not None:
-            pin = "none" if setting.in_halves else pins.recompute or "none"
+        pins, context = self.request.pins, self.context
+        if context.splits_backward or pins.recompute is not None:
+            pin = "none" if context.splits_backward else pins.recompute or "none"
             yield tuple(pinned_recompute(pin, self.price, shape) for shape in shapes)
             return
-        memory = memory_of(self.price, shapes, rank, setting)
-        world_size, budget = setting.mesh.world_size, self.request.budget_bytes
-        room = activation_room_bytes(memory, setting.states, setting.hardware, world_size, budget)
+        memory = memory_of(self.price, shapes, rank, context)
+        world_size, budget = context.mesh.world_size, self.request.budget_bytes
+        room = activation_room_bytes(memory, context.states, context.hardware, world_size, budget)
         saved = [
-            shape.held_bytes + sum(n * block.saved_bytes for block, n, _ in stage_blocks(self.price, shape))
+            shape.kept_bytes + sum(n * block.saved_bytes for block, n, _ in stage_blocks(self.price, shape))
             for shape in shapes
         ]
-        times = [time.activations for time in setting.held(rank)]
-        fullest = max(times, key=lambda held: sum(map(mul, held, saved)))
+        times = [time.activations for time in context.fullest_times(rank)]
+        fullest = max(times, key=lambda counts: sum(map(mul, counts, saved)))
         most = tuple(map(max, *times)) if len(times) > 1 else fullest
         # Slower ones are of no use.
-        room_s = self.limit_s - sum(stage_time(self.price, shape, setting.in_halves).total_s for shape in shapes)
+        room_s = self.limit_s - sum(stage_time(self.price, shape, context.splits_backward).total_s for shape in shapes)
         classes = len(self.price.classes)
-        for held in dict.fromkeys((fullest, most)):
-            held_bytes = sum(map(mul, held, saved))
-            found = self._cheapest(shapes, held, held_bytes, memory.transient_bytes, room, room_s)
+        for counts in dict.fromkeys((fullest, most)):
+            kept_bytes = sum(map(mul, counts, saved))
+            found = self._cheapest(shapes, counts, kept_bytes, memory.transient_bytes, room, room_s)
             if found is not None:
                 yield tuple(found[at * classes : (at + 1) * classes] for at in range(len(shapes)))
 
     def _cheapest(
         self,
         shapes: Shapes,
-        held: Sequence[int],
+        counts: Sequence[int],
         saved_bytes: float,
         transient_bytes: float,
         room_bytes: float,
@@ -188,7 +188,7 @@ class StageCosts:
         if saved_bytes + transient_bytes <= room_bytes:
             return ((),) * sum(len(shape.counts) for shape in shapes)
         classes: list[ClassOptions] = []
-        for shape, in_flight in zip(shapes, held, strict=True):
+        for shape, in_flight in zip(shapes, counts, strict=True):
             after_bytes = self.price.epilogue.saved_bytes if shape.last else 0.0
             classes += [
                 ClassOptions(count, self._options(index, in_flight, after_bytes) if count else ())
@@ -200,10 +200,10 @@ class StageCosts:
         """What may be recomputed of a class; `after_bytes` are free again when backward comes to the layers."""
         block, options = self.price.classes[index], []
         for what in self.price.choices[index]:
-            again = block.recomputed(what)
-            freed = in_flight * (block.saved_bytes - again.saved_bytes)
-            workspace = again_bytes(block, [again]) - after_bytes
-            options.append(Option(what, again.time.total_s, freed, workspace, again.group))
+            price = block.recomputed(what)
+            freed = in_flight * (block.saved_bytes - price.saved_bytes)
+            workspace = recompute_bytes(block, [price]) - after_bytes
+            options.append(Option(what, price.time.total_s, freed, workspace, price.group))
         return tuple(options)
 
 
@@ -213,9 +213,9 @@ def _grows(price: ModelPrice) -> bool:
     return all(len(set(line[inner])) <= 1 for line in (price.boundaries.values_bytes, price.boundaries.received_bytes))
 
 
-def setting_for(choice: Choice, request: Request, hardware: Hardware) -> Setting:
+def context_of(choice: Choice, request: Request, hardware: Hardware) -> StageContext:
     """What the stages of a choice share."""
-    return Setting(
+    return StageContext(
         choice.mesh, choice.batch, choice.schedule, choice.virtual_stages, choice.sharding, request.compute,
         request.optimizer, hardware,
     )  # fmt: skip
@@ -242,6 +242,6 @@ def _pinned_class(what: str, price: ModelPrice, index: int, count: int) -> Chose
         grouped = count // size * size if price.longest_chains[index] >= size else 0
         return tuple((name, n) for name, n in ((what, grouped), (LAYER, count - grouped)) if n)
     if names := regions_of(what):
-        there = {name for choice in price.classes[index].again for name in regions_of(choice)}
+        there = {name for choice in price.classes[index].recompute for name in regions_of(choice)}
         what = ", ".join(name for name in names if name in there)
     return ((what, count),) if what else ()

@@ -26,14 +26,14 @@ def split_virtual(costs: StageCosts, step_s: Callable[[Ranges], float], limit_s:
 
     step_s: of the step with these ranges, nothing recomputed. Where it is far over the limit, no move would do.
     """
-    setting, layers = costs.setting, len(costs.price.layers)
-    stages = setting.mesh.pp * setting.virtual_stages
-    known, key = costs.price.balanced, (stages, setting.in_halves)
+    context, layers = costs.context, len(costs.price.layers)
+    stages = context.mesh.pp * context.virtual_stages
+    known, key = costs.price.balanced, (stages, context.splits_backward)
     if key not in known:  # the same whatever is sharded, and however many micro-batches there are
         known[key] = split(layers, stages, _times(costs), costs.work_s)
     if (ranges := known[key]) is None:
         return None
-    pp = setting.mesh.pp
+    pp = context.mesh.pp
     # A move helps one rank or two; where nothing is known to be better, more are tried.
     hopeless, unfit = (2 if limit_s < inf else pp), 0
     for rank in range(pp):
@@ -46,7 +46,7 @@ def split_virtual(costs: StageCosts, step_s: Callable[[Ranges], float], limit_s:
     better = True
     while better:
         better = False
-        for moved in _moves(ranges, _worst(ranks)):
+        for moved in _moved_layers(ranges, _worst(ranks)):
             others = _costs(costs, moved, pp)
             if _less(_worth(others), _worth(ranks)):
                 ranges, ranks, better = moved, others, True
@@ -56,7 +56,7 @@ def split_virtual(costs: StageCosts, step_s: Callable[[Ranges], float], limit_s:
 
 def _times(costs: StageCosts) -> StageCost:
     """Seconds of a micro-batch through a stage, nothing recomputed and data axes apart."""
-    price, in_halves = costs.price, costs.setting.in_halves
+    price, splits_backward = costs.price, costs.context.splits_backward
     # Stages of the same contents take as long, to the last bit.
     known: dict[tuple[tuple[int, ...], bool, bool], float] = {}
     before, layers = price.counts_until, len(price.layers)
@@ -64,7 +64,7 @@ def _times(costs: StageCosts) -> StageCost:
     def cost(_: int, start: int, stop: int) -> tuple[float, float]:
         counts = tuple(map(sub, before[stop], before[start]))
         if (key := (counts, start == 0, stop == layers)) not in known:
-            known[key] = stage_time(price, stage_shape(price, start, stop), in_halves).total_s
+            known[key] = stage_time(price, stage_shape(price, start, stop), splits_backward).total_s
         return known[key], 0.0
 
     return cost
@@ -97,7 +97,7 @@ def _less(one: tuple[int, float, float], other: tuple[int, float, float]) -> boo
     return False
 
 
-def _moves(ranges: Ranges, giving: Sequence[bool]) -> Iterator[Ranges]:
+def _moved_layers(ranges: Ranges, giving: Sequence[bool]) -> Iterator[Ranges]:
     """A layer from a stage of one of the ranks to the next, or to the one before; none is left without."""
     cuts, pp = [start for start, _ in ranges[1:]], len(giving)
     ends = (ranges[0][0], ranges[-1][1])

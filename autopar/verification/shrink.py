@@ -13,7 +13,7 @@ from torch import nn
 
 from ..errors import PlanError
 from ..plan.plan import Plan
-from ..plan.recompute import Again, group_of
+from ..plan.recompute import RecomputeChoice, group_of
 from ..request import Job, with_loss
 from ..rules.attention import is_short
 from ..runtime.choices import AXES, Mesh
@@ -52,12 +52,12 @@ def small_enough(job: Job, plan: Plan) -> tuple[nn.Module, Plan, str]:
     return narrow(job.model, layers, window), small, f"shrunk to {layers} narrow layers on {mesh}"
 
 
-def _shrunk_recompute(plan: Plan, stages: tuple[tuple[int, int], ...]) -> tuple[Again, ...]:
+def _shrunk_recompute(plan: Plan, stages: tuple[tuple[int, int], ...]) -> tuple[RecomputeChoice, ...]:
     """The plan's choices of recompute in turn, a stage each; a group has a stage's layers."""
-    kinds = list(dict.fromkeys(again.what for again in plan.activations.recompute))
+    kinds = list(dict.fromkeys(chosen.what for chosen in plan.activations.recompute))
     spread = zip(stages, itertools.cycle(kinds), strict=False) if kinds else ()
     return tuple(
-        Again(start, stop, f"groups of {stop - start}" if group_of(what) > 1 else what)
+        RecomputeChoice(start, stop, f"groups of {stop - start}" if group_of(what) > 1 else what)
         for (start, stop), what in spread
     )
 

@@ -24,7 +24,7 @@ from autopar.emit.emission import Predicted
 from autopar.emit.source import load_source, model_source
 from autopar.ir.graph import B, Program, S
 from autopar.plan.plan import Optimizer, Plan, Solution
-from autopar.plan.recompute import Again, choice, whole_layers
+from autopar.plan.recompute import RecomputeChoice, choice, whole_layers
 from autopar.rules import TensorAxis
 from autopar.rules.attention import context_axis
 from autopar.runtime.choices import Mesh
@@ -154,14 +154,14 @@ class Subject:
         return model_source(compile_program(self.program, plan), plan, Predicted())
 
 
-def recomputed(which: Sequence[int] | str, layers: int) -> tuple[Again, ...]:
+def recomputed(which: Sequence[int] | str, layers: int) -> tuple[RecomputeChoice, ...]:
     """ "all", some layers, or what of each layer ("mlp"); a bar parts what is for each half of the layers."""
     if not isinstance(which, str):
         return whole_layers(map(int, which))
     words = ["layer" if text == "all" else text for text in which.split(" | ")]
     bounds = [layers * part // len(words) for part in range(len(words) + 1)]
     ranges = zip(pairwise(bounds), words, strict=True)
-    return tuple(Again(start, stop, choice(text)) for (start, stop), text in ranges if text != "none")
+    return tuple(RecomputeChoice(start, stop, choice(text)) for (start, stop), text in ranges if text != "none")
 
 
 def stages(layers: int, pp: int) -> tuple[tuple[int, int], ...]:

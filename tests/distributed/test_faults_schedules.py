@@ -1,4 +1,4 @@
-"""Faults that several stages a rank bring: order of sends (P6), uneven batches (P8); micro-batches held, counted."""
+"""Faults that several stages a rank bring: order of sends (P6), uneven batches (P8); micro-batches in flight, counted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.plan.schedules import held
+from autopar.plan.schedules import fullest_times
 from autopar.runtime.pipeline import _Stage
 from tests.distributed.programs import GLOBAL_BATCH, batches, gpt, local_batch, trainer_of
 from tests.harness import run_ranks
@@ -47,7 +47,7 @@ def test_a_rank_holds_what_the_cost_model_counts(schedule: str, v: int) -> None:
         return most
 
     found = run_ranks(pp, on_rank)
-    assert found == [max(sum(t.activations) for t in held(schedule, rank, pp, m, v)) for rank in range(pp)]
+    assert found == [max(sum(t.activations) for t in fullest_times(schedule, rank, pp, m, v)) for rank in range(pp)]
     assert schedule != "1f1b" or found == [min(m, pp - rank) for rank in range(pp)]
 
 

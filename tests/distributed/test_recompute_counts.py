@@ -164,7 +164,7 @@ def test_collectives_within_a_region_run_again_and_are_priced() -> None:
         expected: Counter[str] = Counter()
         for layer, what in by_layer(plan.activations.recompute).items():
             costs = price.model.classes[price.model.layers[layer]]
-            alone = next((a for a in costs.again if a.what == what), costs.again[-1])
+            alone = next((a for a in costs.recompute if a.what == what), costs.recompute[-1])
             whole = what.startswith("groups") and layer % 2 == 0  # all but a group's last layer run to their end
             forward = [t.collective for t in costs.transfers if t.phase == "forward"]
             again = forward if whole else [costs.transfers[i].collective for i in alone.transfers]

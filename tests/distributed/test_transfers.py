@@ -100,8 +100,8 @@ def test_a_layer_that_is_recomputed_counts_what_it_reads() -> None:
     for start, stop in plan.pipeline.stages:
         plain, planned = stage_shape(price, start, stop), stage_shape(price, start, stop, plan.activations.recompute)
         chosen = tuple((("layer", count),) if count else () for count in plain.counts)
-        assert replace(plain, recomputed=chosen).held_bytes == planned.held_bytes <= plain.held_bytes
-        assert (planned.held_bytes < plain.held_bytes) == (start == 3)  # whose two inputs nothing keeps
+        assert replace(plain, recomputed=chosen).kept_bytes == planned.kept_bytes <= plain.kept_bytes
+        assert (planned.kept_bytes < plain.kept_bytes) == (start == 3)  # whose two inputs nothing keeps
 
 
 def _example(model: Any, stage: int, plan: Plan) -> list[Tensor]:

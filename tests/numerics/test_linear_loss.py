@@ -86,8 +86,8 @@ def test_each_half_of_a_backward_computes_what_the_price_says() -> None:
         return counter.get_total_flops()
 
     whole = flops(x, w)
-    assert [flops(x) / whole, flops(w) / whole] == list(product.halves)
-    assert product.halves == passes.halves
+    assert [flops(x) / whole, flops(w) / whole] == list(product.dgrad_wgrad)
+    assert product.dgrad_wgrad == passes.dgrad_wgrad
 
 
 def test_a_second_backward_finds_what_the_first_did() -> None:

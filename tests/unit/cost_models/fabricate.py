@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import sympy
 
-from autopar.cost_models.layer_costs import AgainCosts, B, LayerCosts, ModelCosts, OpCost, Passed, S, Transfer
+from autopar.cost_models.layer_costs import (
+    B,
+    BoundaryValue,
+    LayerCosts,
+    ModelCosts,
+    OpCost,
+    RecomputeCosts,
+    S,
+    Transfer,
+)
 
 BYTES = 2  # a bf16 element
 
@@ -67,16 +76,16 @@ def layer(name: str, hidden: int, ffn: int, kv_share: float, tp: int) -> LayerCo
         tied_parameters=0,
         saved_bytes=saved,
         working_bytes=2 * BYTES * B * S * max(hidden, ffn // tp),
-        again=again(saved, len(ops), hidden, ffn // tp, tp),
+        recompute=again(saved, len(ops), hidden, ffn // tp, tp),
     )
 
 
-def again(saved: sympy.Expr, ops: int, hidden: int, width: int, tp: int) -> tuple[AgainCosts, ...]:
+def again(saved: sympy.Expr, ops: int, hidden: int, width: int, tp: int) -> tuple[RecomputeCosts, ...]:
     """The activation of the MLP, which keeps what it reads; the layer, of which all runs again."""
     product = BYTES * B * S * width
-    silu = AgainCosts("activation", saved - product, product, (ops - 3,), ())
+    silu = RecomputeCosts("activation", saved - product, product, (ops - 3,), ())
     forward = tuple(range(2)) if tp > 1 else ()
-    return silu, AgainCosts("layer", BYTES * B * S * hidden, saved, tuple(range(ops)), forward)
+    return silu, RecomputeCosts("layer", BYTES * B * S * hidden, saved, tuple(range(ops)), forward)
 
 
 def ends(hidden: int, vocabulary: int, tp: int, tied: bool) -> tuple[LayerCosts, LayerCosts]:
@@ -121,11 +130,11 @@ def model(
     flops = sympy.Add(*(whole[name].model_flops for name in names), ends(hidden, vocabulary, 1, tied)[1].model_flops)
     return ModelCosts(
         tp, "megatron" if tp > 1 else "", prologue, table, names, epilogue, flops, 1.0,
-        passed=hidden_states(layers, hidden),
+        boundary_values=hidden_states(layers, hidden),
     )  # fmt: skip
 
 
-def hidden_states(layers: int, hidden: int) -> tuple[Passed, ...]:
+def hidden_states(layers: int, hidden: int) -> tuple[BoundaryValue, ...]:
     """From each layer to the next, which keeps it as the input of its norm."""
     size = BYTES * B * S * hidden
-    return tuple(Passed(n, n + 1, size, size, apart=False, kept=True) for n in range(layers - 1))
+    return tuple(BoundaryValue(n, n + 1, size, size, once_per_stage=False, kept=True) for n in range(layers - 1))

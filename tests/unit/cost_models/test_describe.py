@@ -74,7 +74,7 @@ def coupled() -> ModelCosts:
 
 def test_buffers_that_a_stage_reads_are_in_the_ledger() -> None:
     costs = coupled()
-    assert costs.tables_bytes + costs.prologue.buffer_bytes == 64 * 8 * 4
+    assert costs.constants_bytes + costs.prologue.buffer_bytes == 64 * 8 * 4
     assert costs.epilogue.buffer_bytes == VOCABULARY * 4
     plan = Plan.of(
         Mesh(pp=2), global_batch=4, micro_batch=2, sequence=16, stages=((0, 1), (1, 2)), schedule="1f1b",
@@ -82,7 +82,7 @@ def test_buffers_that_a_stage_reads_are_in_the_ledger() -> None:
     )  # fmt: skip
     stages = estimate(costs, plan, Cluster(2)).stages
     found = [next(t.size_bytes for t in stage.memory if t.name == "buffers of the model") for stage in stages]
-    everywhere = costs.tables_bytes
+    everywhere = costs.constants_bytes
     assert found == [everywhere + costs.prologue.buffer_bytes, everywhere + costs.epilogue.buffer_bytes]
 
 

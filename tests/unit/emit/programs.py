@@ -16,7 +16,7 @@ from autopar.emit.emission import Predicted
 from autopar.emit.source import model_source
 from autopar.ir.graph import B, Program, S
 from autopar.plan.plan import Plan, Solution
-from autopar.plan.recompute import Again
+from autopar.plan.recompute import RecomputeChoice
 from autopar.rules import TensorAxis
 from autopar.rules.attention import context_axis
 from autopar.runtime.choices import Mesh
@@ -56,7 +56,7 @@ def emitted(
     tp: int = 1,
     layout: str = "megatron",
     layers: int = 4,
-    recompute: tuple[Again, ...] = (),
+    recompute: tuple[RecomputeChoice, ...] = (),
     dropout: float = 0.0,
     dp: int = 1,
     cp: int = 1,

@@ -20,7 +20,7 @@ from torch import fx, nn
 from autopar.emit.source import load_source
 from autopar.ir.graph import Role, info
 from autopar.ir.ops import is_collective
-from autopar.plan.recompute import Again, whole_layers
+from autopar.plan.recompute import RecomputeChoice, whole_layers
 from tests import models
 from tests.unit.emit import handwritten_llama
 from tests.unit.emit.declared import undeclared
@@ -49,8 +49,12 @@ def test_golden(model: str, plan: str, golden: Callable[[str, str], None]) -> No
 
 
 RECOMPUTE = {
-    "regions": ("gpt", {"tp": 2, "layout": "megatron-sp"}, (Again(0, 4, "attention core, mlp"),)),
-    "mixed": ("llama", {"pp": 2}, (Again(0, 2, "groups of 2"), Again(2, 3, "attention, activation"), Again(3, 4))),
+    "regions": ("gpt", {"tp": 2, "layout": "megatron-sp"}, (RecomputeChoice(0, 4, "attention core, mlp"),)),
+    "mixed": (
+        "llama",
+        {"pp": 2},
+        (RecomputeChoice(0, 2, "groups of 2"), RecomputeChoice(2, 3, "attention, activation"), RecomputeChoice(3, 4)),
+    ),
 }
 
 
@@ -128,7 +132,7 @@ def things(program: Emitted, tree: ast.ClassDef) -> Counter[object]:
 
 @pytest.mark.parametrize("recompute", [(), pytest.param(whole_layers((1, 2)), marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("model", "plan"), CASES)
-def test_each_op_of_a_layer_is_in_its_source(model: str, plan: str, recompute: tuple[Again, ...]) -> None:
+def test_each_op_of_a_layer_is_in_its_source(model: str, plan: str, recompute: tuple[RecomputeChoice, ...]) -> None:
     program = emitted(model, recompute=recompute, **PLANS[plan])  # type: ignore[arg-type]
     for name in {call.block for call in program.program.layer_calls}:
         ops = program.program.blocks[name].ops

@@ -8,10 +8,19 @@ import pytest
 
 from autopar.errors import PlanError
 from autopar.plan.plan import Plan
-from autopar.plan.recompute import Again, again_of, by_layer, choice, from_plain, summary, to_plain, whole_layers
+from autopar.plan.recompute import (
+    RecomputeChoice,
+    by_layer,
+    choice,
+    from_plain,
+    recompute_choices,
+    summary,
+    to_plain,
+    whole_layers,
+)
 from autopar.runtime.choices import Mesh
 
-MIXED = (Again(0, 12, "attention core, mlp"), Again(12, 13), Again(14, 20, "groups of 3"))
+MIXED = (RecomputeChoice(0, 12, "attention core, mlp"), RecomputeChoice(12, 13), RecomputeChoice(14, 20, "groups of 3"))
 
 
 def test_each_choice_has_one_form() -> None:
@@ -23,7 +32,7 @@ def test_each_choice_has_one_form() -> None:
 
 
 def test_layers_and_ranges_are_inverse() -> None:
-    assert again_of(by_layer(MIXED)) == MIXED
+    assert recompute_choices(by_layer(MIXED)) == MIXED
     assert from_plain(to_plain(MIXED)) == MIXED
     assert to_plain(MIXED) == {"0-11": "attention core, mlp", "12": "layer", "14-19": "groups of 3"}
 
@@ -41,7 +50,9 @@ def test_an_older_plan_has_a_list_of_layers(tmp_path: Path) -> None:
     written = (tmp_path / "plan.yaml").read_text()
     (tmp_path / "plan.yaml").write_text(written.replace("recompute: {}", "recompute: [1, 2, 5]"))
     assert (
-        Plan.load(tmp_path / "plan.yaml").activations.recompute == whole_layers((1, 2, 5)) == (Again(1, 3), Again(5, 6))
+        Plan.load(tmp_path / "plan.yaml").activations.recompute
+        == whole_layers((1, 2, 5))
+        == (RecomputeChoice(1, 3), RecomputeChoice(5, 6))
     )
 
 
@@ -67,9 +78,9 @@ def test_a_wrong_recompute_is_told(given: str, message: str, tmp_path: Path) -> 
         ((), "none"),
         (whole_layers(range(8)), "full"),
         (whole_layers(range(3)), "3 of 8 layers"),
-        ((Again(0, 8, "attention core"),), "attn core"),
-        ((Again(0, 2, "attention core, mlp"), Again(4, 8)), "2 attn core, mlp + 4 layer"),
+        ((RecomputeChoice(0, 8, "attention core"),), "attn core"),
+        ((RecomputeChoice(0, 2, "attention core, mlp"), RecomputeChoice(4, 8)), "2 attn core, mlp + 4 layer"),
     ],
 )
-def test_the_tables_column(recompute: tuple[Again, ...], text: str) -> None:
+def test_the_tables_column(recompute: tuple[RecomputeChoice, ...], text: str) -> None:
     assert summary(recompute, 8) == text

@@ -16,7 +16,17 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from autopar.plan.deadlock import Post, Transfer, deadlock, posts
-from autopar.plan.schedules import MULTI_STAGE, Held, Op, held, in_flight, in_turn, order, why_not, why_not_split
+from autopar.plan.schedules import (
+    MULTI_STAGE,
+    InFlight,
+    Op,
+    fullest_times,
+    in_flight,
+    in_turn,
+    order,
+    why_not,
+    why_not_split,
+)
 
 TORCH: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
@@ -145,21 +155,21 @@ def test_in_flight_takes_the_closed_form(pp: int, v: int) -> None:
     """COST_MODEL 2.3: interleaved min(m·v, 2(p − i − 1) + (v − 1)p + 1) stages on rank i; zero-bubble holds pp."""
     for rank in range(pp):
         assert in_flight("interleaved", rank, pp, 3 * pp, v) == 2 * (pp - rank - 1) + (v - 1) * pp + 1
-        (most,) = {sum(time.activations) for time in held("zero-bubble", rank, pp, 6 * pp)}
+        (most,) = {sum(time.activations) for time in fullest_times("zero-bubble", rank, pp, 6 * pp)}
         assert most == pp  # those between forward and I, and those that wait for W, add up to pp
-        assert held("zero-bubble", rank, pp, 6 * pp) == (Held((pp,), (rank + 1,)),)
+        assert fullest_times("zero-bubble", rank, pp, 6 * pp) == (InFlight((pp,), (rank + 1,)),)
 
 
 def test_more_rounds_hold_no_more() -> None:
     for schedule, pp, v, _ in LOOPED:
         for rank in range(pp):
-            assert held(schedule, rank, pp, 4 * pp, v) == held(schedule, rank, pp, 9 * pp, v)
+            assert fullest_times(schedule, rank, pp, 4 * pp, v) == fullest_times(schedule, rank, pp, 9 * pp, v)
             count = [0] * v
             times = set()
             for op in order(schedule, rank, pp, 9 * pp, v):
                 count[op.stage // pp] += {"F": 1, "I": 0}.get(op.kind, -1)
                 times.add(tuple(count))
-            most = held(schedule, rank, pp, 9 * pp, v)
+            most = fullest_times(schedule, rank, pp, 9 * pp, v)
             assert all(any(all(map(int.__le__, time, top.activations)) for top in most) for time in times)
 
 

@@ -17,11 +17,11 @@ from autopar.cost_models.data_parallel import data_time
 from autopar.cost_models.hardware import GIB, Cluster, Hardware
 from autopar.cost_models.layer_costs import ModelCosts
 from autopar.cost_models.memory import host_room_bytes
-from autopar.cost_models.setting import setting_of
+from autopar.cost_models.stage_context import stage_context_of
 from autopar.cost_models.step_time import estimate_price
 from autopar.errors import InfeasibleError, PlanError
 from autopar.plan.plan import Optimizer, Plan
-from autopar.plan.recompute import Again, again_of, by_layer, whole_layers
+from autopar.plan.recompute import RecomputeChoice, by_layer, recompute_choices, whole_layers
 from autopar.search.explain import explain, plan_table
 from autopar.search.pins import Pins, Request
 from autopar.search.search import SearchResult
@@ -57,7 +57,7 @@ def brute_force(price: ModelPrice, choice: Choice, asked: Request, hardware: Har
     seen = set()
     stages = choice.mesh.pp * choice.virtual_stages
     for ranges, chosen in product(splits(LAYERS, stages), recomputes(LAYERS)):
-        recompute = again_of({layer: what for layer, what in enumerate(chosen) if what})
+        recompute = recompute_choices({layer: what for layer, what in enumerate(chosen) if what})
         shapes = tuple(stage_shape(price, start, stop, recompute) for start, stop in ranges)
         if shapes in seen or not all(map(two_kinds, shapes)) or (recompute and choice.schedule == "zero-bubble"):
             continue
@@ -93,10 +93,12 @@ def two_kinds(shape: StageShape) -> bool:
 def steady_s(price: ModelPrice, plan: Plan, hardware: Hardware) -> list[float]:
     """Seconds of one micro-batch on each rank, without what happens once a step."""
     shapes = [stage_shape(price, start, stop, plan.activations.recompute) for start, stop in plan.pipeline.stages]
-    setting = setting_of(plan, hardware)
-    data = [data_time(price, shape, setting) for shape in shapes]
+    context = stage_context_of(plan, hardware)
+    data = [data_time(price, shape, context) for shape in shapes]
     stages = [
-        stage_time(price, shape, setting.in_halves).total_s + comm.each_forward.exposed_s + comm.each_backward.exposed_s
+        stage_time(price, shape, context.splits_backward).total_s
+        + comm.each_forward.exposed_s
+        + comm.each_backward.exposed_s
         for shape, comm in zip(shapes, data, strict=True)
     ]
     return [sum(stages[rank :: plan.mesh.pp]) for rank in range(plan.mesh.pp)]
@@ -202,7 +204,7 @@ def test_pinned_recompute_is_kept() -> None:
         ("attention, activation", "activation"),
     ):
         plan = find(pins=Pins(pp=2, tp=2, dp=16, recompute=words)).chosen.plan
-        assert plan.activations.recompute == (Again(0, 32, what),)
+        assert plan.activations.recompute == (RecomputeChoice(0, 32, what),)
 
 
 def test_layers_that_follow_each_other_are_recomputed_in_groups() -> None:

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.compile.compiler import compile_program, cut_sequence
+from autopar.cost_models.boundary_values import boundary_evaluator
 from autopar.cost_models.describe import describe
-from autopar.cost_models.layer_costs import ModelCosts, Passed, Table
-from autopar.cost_models.passed import boundary_evaluator
+from autopar.cost_models.layer_costs import BoundaryValue, ModelCosts, StageConstant
 from autopar.ir.graph import B, Program, S
 from autopar.plan.plan import Plan
 from autopar.search.layouts import MEGATRON, MEGATRON_SP, replicated
@@ -57,7 +57,7 @@ def sent(program: Program, plan: Plan) -> list[tuple[int, int]]:
 
 def crossing(made: Subject, plan: Plan) -> list[tuple[float, float]]:
     """The same by the cost model."""
-    boundaries = boundary_evaluator(costs_of(made.program, plan).passed, (), len(made.program.layer_calls))(
+    boundaries = boundary_evaluator(costs_of(made.program, plan).boundary_values, (), len(made.program.layer_calls))(
         plan.batch.micro_batch, plan.batch.sequence // plan.mesh.cp
     )
     stops = [stop for _, stop in plan.pipeline.stages[:-1]]
@@ -91,22 +91,24 @@ LAYERS = 6
 
 
 @st.composite
-def values(draw: st.DrawFn) -> Passed:
+def values(draw: st.DrawFn) -> BoundaryValue:
     made = draw(st.integers(0, LAYERS - 1))
     read = draw(st.integers(made, LAYERS - 1))
     size = sympy.Integer(draw(st.integers(1, 99)))
     gradient = draw(st.sampled_from([size, sympy.Integer(0)]))
-    return Passed(made, read, size, gradient, draw(st.booleans()) or read > made + 1, draw(st.booleans()))
+    return BoundaryValue(made, read, size, gradient, draw(st.booleans()) or read > made + 1, draw(st.booleans()))
 
 
 @st.composite
-def tables(draw: st.DrawFn) -> Table:
+def constants(draw: st.DrawFn) -> StageConstant:
     readers = draw(st.sets(st.integers(0, LAYERS - 1), min_size=1))
-    return Table(tuple(sorted(readers)), sympy.Integer(draw(st.integers(1, 99))))
+    return StageConstant(tuple(sorted(readers)), sympy.Integer(draw(st.integers(1, 99))))
 
 
-@given(st.lists(values(), max_size=8), st.lists(tables(), max_size=4), st.integers(1, 4))
-def test_every_split_sends_and_keeps_by_the_definition(passing: list[Passed], made: list[Table], stages: int) -> None:
+@given(st.lists(values(), max_size=8), st.lists(constants(), max_size=4), st.integers(1, 4))
+def test_every_split_sends_and_keeps_by_the_definition(
+    passing: list[BoundaryValue], made: list[StageConstant], stages: int
+) -> None:
     boundaries = boundary_evaluator(tuple(passing), tuple(made), LAYERS)(1, 1)
     for cut in combinations(range(1, LAYERS), stages - 1):
         for start, stop in zip((0, *cut), (*cut, LAYERS), strict=True):
@@ -115,10 +117,18 @@ def test_every_split_sends_and_keeps_by_the_definition(passing: list[Passed], ma
             receives = sum(v.size_bytes for v in received) + sum(v.gradient_bytes for v in going)
             assert boundaries.receives_bytes(start, stop) == float(receives)
             own = [v for v in passing if start <= v.made < stop]
-            held = sum(v.size_bytes for v in own if v.apart)  # once, whether it is read here or sent
-            held += sum(v.size_bytes for v in own if not v.apart and v in going)  # no layer of the stage counts it
-            held -= sum(v.size_bytes for v in received if not v.apart and v.kept)  # it lies in its buffer
-            held += sum(t.size_bytes for t in made if not {*range(start, stop)}.isdisjoint(t.readers))
-            assert boundaries.held_bytes(start, stop) == float(held)
-            held -= sum(v.size_bytes for v in received if not v.apart and not v.kept)  # counted by the layer that
-            assert boundaries.held_bytes(start, stop, again=True) == float(held)  # is recomputed from it
+            fullest_times = sum(v.size_bytes for v in own if v.once_per_stage)  # once, whether it is read here or sent
+            fullest_times += sum(
+                v.size_bytes for v in own if not v.once_per_stage and v in going
+            )  # no layer of the stage counts it
+            fullest_times -= sum(
+                v.size_bytes for v in received if not v.once_per_stage and v.kept
+            )  # it lies in its buffer
+            fullest_times += sum(t.size_bytes for t in made if not {*range(start, stop)}.isdisjoint(t.readers))
+            assert boundaries.kept_bytes(start, stop) == float(fullest_times)
+            fullest_times -= sum(
+                v.size_bytes for v in received if not v.once_per_stage and not v.kept
+            )  # counted by the layer that
+            assert boundaries.kept_bytes(start, stop, whole_first_layer=True) == float(
+                fullest_times
+            )  # is recomputed from it

@@ -15,7 +15,7 @@ from itertools import accumulate
 import sympy
 from torch import fx
 
-from autopar.cost_models.layer_costs import B, Passed, S, Table
+from autopar.cost_models.layer_costs import B, BoundaryValue, S, StageConstant
 from autopar.ir.build import is_continuous
 from autopar.ir.graph import EPILOGUE, PROLOGUE, TABLES, Block, Call, Program, Role, info
 from autopar.liveness.saved import Saved, local_bytes, storage
@@ -24,7 +24,7 @@ from autopar.placement import Strategy
 Strategies = Mapping[str, Mapping[str, Strategy]]
 
 
-def apart(program: Program) -> dict[str, frozenset[str]]:
+def once_per_stage(program: Program) -> dict[str, frozenset[str]]:
     """[block]: nodes whose storage passes to several layers, or to one that does not follow: a stage keeps it once.
 
     What passes elsewhere by the same input or result of a block is taken with it.
@@ -40,26 +40,26 @@ def apart(program: Program) -> dict[str, frozenset[str]]:
     return {name: frozenset(n.name for n in found if n.graph is b.graph) for name, b in program.blocks.items()}
 
 
-def passed(program: Program, strategies: Strategies, tp: int) -> tuple[Passed, ...]:
+def boundary_values(program: Program, strategies: Strategies, tp: int) -> tuple[BoundaryValue, ...]:
     """Every value that passes between layers, in the placement in which it is read."""
-    by_themselves, found = apart(program), list[Passed]()
+    by_themselves, found = once_per_stage(program), list[BoundaryValue]()
     for use in _uses(program):
         block, node = use.reader
         size = local_bytes(info(node), strategies[block.name][node.name].output, tp)
         found.append(
-            Passed(
+            BoundaryValue(
                 made=use.made,
                 read=use.read,
                 size_bytes=size,
                 gradient_bytes=size if is_continuous(info(node).dtype) else sympy.Integer(0),
-                apart=node.name in by_themselves[block.name] or not info(node).requires_grad,
+                once_per_stage=node.name in by_themselves[block.name] or not info(node).requires_grad,
                 kept=Saved(block, strategies[block.name], tp).keeps_storage(node),
             )
         )
     return tuple(found)
 
 
-def tables(program: Program, strategies: Strategies, tp: int) -> tuple[Table, ...]:
+def constants(program: Program, strategies: Strategies, tp: int) -> tuple[StageConstant, ...]:
     """What layers read of the tables, each storage once, with the layers that read it. No buffer, no input is one."""
     if not program.count(TABLES):
         return ()
@@ -70,7 +70,7 @@ def tables(program: Program, strategies: Strategies, tp: int) -> tuple[Table, ..
             layers.setdefault(root, set()).update(layer for _, layer in readers.get(value, ()))
     placed = strategies[TABLES]
     return tuple(
-        Table(tuple(sorted(read)), local_bytes(info(root), placed[root.name].output, tp))
+        StageConstant(tuple(sorted(read)), local_bytes(info(root), placed[root.name].output, tp))
         for root, read in layers.items()
         if read
     )
@@ -148,29 +148,29 @@ class Boundaries:
     made_bytes: Sequence[float]
     sent_bytes: Sequence[float]
     received_bytes: Sequence[float]
-    tables: Mapping[tuple[int, ...], float]
+    constants: Mapping[tuple[int, ...], float]
 
     def receives_bytes(self, start: int, stop: int) -> float:
         """Of a micro-batch, what the stage of layers [start, stop) receives from the stages before and after it."""
         return self.values_bytes[start] + self.gradients_bytes[stop]
 
-    def held_bytes(self, start: int, stop: int, again: bool = False) -> float:
+    def kept_bytes(self, start: int, stop: int, whole_first_layer: bool = False) -> float:
         """Of a micro-batch, what that stage keeps from forward to backward beside what its layers count.
 
-        again: its first layer is recomputed as a whole, and so counts all that it reads.
+        whole_first_layer: its first layer is recomputed as a whole, and so counts all that it reads.
         """
         made = self.made_bytes[stop] - self.made_bytes[start]
-        made += sum(size for readers, size in self.tables.items() if any(start <= at < stop for at in readers))
-        return made + self.sent_bytes[stop] - (self.sent_bytes if again else self.received_bytes)[start]
+        made += sum(size for readers, size in self.constants.items() if any(start <= at < stop for at in readers))
+        return made + self.sent_bytes[stop] - (self.sent_bytes if whole_first_layer else self.received_bytes)[start]
 
 
 @lru_cache(maxsize=256)
 def boundary_evaluator(
-    values: tuple[Passed, ...], made_tables: tuple[Table, ...], layers: int
+    values: tuple[BoundaryValue, ...], stage_constants: tuple[StageConstant, ...], layers: int
 ) -> Callable[[int, int], Boundaries]:
     """The boundaries of a model as a function of (b, s); equal sizes are computed once."""
     sizes = [size for value in values for size in (value.size_bytes, value.gradient_bytes)]
-    sizes += [table.size_bytes for table in made_tables]
+    sizes += [table.size_bytes for table in stage_constants]
     unique = list(dict.fromkeys(map(sympy.sympify, sizes)))
     place = {size: index for index, size in enumerate(unique)}
     function = sympy.lambdify((B, S), unique, modules="math")
@@ -183,14 +183,14 @@ def boundary_evaluator(
             for line, amount in ((across, size), (back, gradient)):  # differences, summed below
                 line[value.made + 1] += amount
                 line[value.read + 1] -= amount
-            if value.apart:
+            if value.once_per_stage:
                 made[value.made + 1] += size
             elif value.read > value.made:
                 sent[value.read] += size
                 received[value.read] += size if value.kept else 0.0
         across, back, made = (list(accumulate(line)) for line in (across, back, made))
         by_readers: dict[tuple[int, ...], float] = {}
-        for table in made_tables:
+        for table in stage_constants:
             size = numbers[place[sympy.sympify(table.size_bytes)]]
             by_readers[table.readers] = by_readers.get(table.readers, 0.0) + size
         return Boundaries(across, back, made, sent, received, by_readers)

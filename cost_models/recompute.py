@@ -14,7 +14,7 @@ from itertools import product
 import sympy
 from torch import fx
 
-from autopar.cost_models.layer_costs import CHUNKS, AgainCosts, B, S, Transfer
+from autopar.cost_models.layer_costs import CHUNKS, B, RecomputeCosts, S, Transfer
 from autopar.ir.graph import Role, info
 from autopar.liveness.regions import find_regions
 from autopar.liveness.saved import Saved
@@ -22,7 +22,7 @@ from autopar.plan.recompute import LAYER, PARTS, choice
 
 
 @dataclass(frozen=True)
-class Move:
+class PlacedTransfer:
     """A collective of a block: of which value, and before which op (None: of a parameter's gradient)."""
 
     transfer: Transfer
@@ -30,10 +30,10 @@ class Move:
     reader: fx.Node | None
 
 
-def again_costs(saved: Saved, moves: Sequence[Move]) -> tuple[AgainCosts, ...]:
+def recompute_costs(saved: Saved, placed_transfers: Sequence[PlacedTransfer]) -> tuple[RecomputeCosts, ...]:
     """Each combination of the block's regions, and the layer as a whole."""
     there: dict[str, list[tuple[fx.Node, ...]]] = {}
-    for region in find_regions(replace(saved, apart=frozenset())):  # as insert_recompute finds them
+    for region in find_regions(replace(saved, once_per_stage=frozenset())):  # as insert_recompute finds them
         there.setdefault(region.name, []).append(region.ops)
     sides = [["", *(name for name in (part, whole) if name in there)] for whole, part in PARTS.items()]
     found = []
@@ -41,31 +41,33 @@ def again_costs(saved: Saved, moves: Sequence[Move]) -> tuple[AgainCosts, ...]:
         chosen = [name for name in names if name]
         if chosen:
             parts = [ops for name in chosen for ops in there[name]]
-            found.append(_costs(choice(", ".join(chosen)), saved, moves, parts))
-    return (*found, _layer_costs(saved, moves))
+            found.append(_costs(choice(", ".join(chosen)), saved, placed_transfers, parts))
+    return (*found, _layer_costs(saved, placed_transfers))
 
 
-def _costs(what: str, saved: Saved, moves: Sequence[Move], parts: Sequence[tuple[fx.Node, ...]]) -> AgainCosts:
+def _costs(
+    what: str, saved: Saved, placed_transfers: Sequence[PlacedTransfer], parts: Sequence[tuple[fx.Node, ...]]
+) -> RecomputeCosts:
     ops: list[int] = []
     transfers: list[int] = []
     for part in parts:
-        own_ops, own_transfers = _repeated(saved, moves, part, inside=set(part))
+        own_ops, own_transfers = _repeated(saved, placed_transfers, part, inside=set(part))
         ops += own_ops
         transfers += own_transfers
     live = [saved.live_bytes(part) for part in parts]
-    return AgainCosts(what, saved.total_bytes(parts), largest(live), tuple(ops), tuple(transfers))
+    return RecomputeCosts(what, saved.total_bytes(parts), largest(live), tuple(ops), tuple(transfers))
 
 
-def _layer_costs(saved: Saved, moves: Sequence[Move]) -> AgainCosts:
+def _layer_costs(saved: Saved, placed_transfers: Sequence[PlacedTransfer]) -> RecomputeCosts:
     """The whole layer, of which the hidden states that it reads are kept."""
     block = saved.block
-    ops, transfers = _repeated(saved, moves, block.ops, inside={*block.ops, *block.placeholders()})
+    ops, transfers = _repeated(saved, placed_transfers, block.ops, inside={*block.ops, *block.placeholders()})
     kept = saved.values(n for n in block.placeholders(Role.VALUE) if info(n).requires_grad)
-    return AgainCosts(LAYER, kept, saved.total_bytes(), tuple(ops), tuple(transfers))
+    return RecomputeCosts(LAYER, kept, saved.total_bytes(), tuple(ops), tuple(transfers))
 
 
 def _repeated(
-    saved: Saved, moves: Sequence[Move], part: Sequence[fx.Node], inside: set[fx.Node]
+    saved: Saved, placed_transfers: Sequence[PlacedTransfer], part: Sequence[fx.Node], inside: set[fx.Node]
 ) -> tuple[list[int], list[int]]:
     """(places of the ops, of the collectives) that run again; a value from outside comes as it was kept."""
     keepers = [i for i, node in enumerate(part) if saved.keeps(node)]
@@ -77,7 +79,7 @@ def _repeated(
     ready = {*run, part[last]}  # the last op's operands are there again, whether it runs or not
     transfers = [
         i
-        for i, move in enumerate(moves)
+        for i, move in enumerate(placed_transfers)
         if move.transfer.phase == "forward" and move.reader in ready and move.value in inside
         and (move.value is not move.reader or move.value in run)
     ]  # fmt: skip

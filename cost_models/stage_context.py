@@ -8,12 +8,12 @@ from autopar.cost_models.collectives import Group, axis_group, sharding_groups
 from autopar.cost_models.hardware import Hardware
 from autopar.cost_models.states import States
 from autopar.plan.plan import Optimizer, Plan
-from autopar.plan.schedules import Held, held
+from autopar.plan.schedules import InFlight, fullest_times
 from autopar.runtime.choices import Batch, Compute, Mesh, Sharding
 
 
 @dataclass(frozen=True)
-class Setting:
+class StageContext:
     """The choices of a plan and the machine."""
 
     mesh: Mesh
@@ -55,18 +55,18 @@ class Setting:
         return sharding_groups(self.mesh, self.states.shards, self.hardware.gpus_per_node)
 
     @property
-    def in_halves(self) -> bool:
+    def splits_backward(self) -> bool:
         """Backward computes the gradients of inputs first, those of weights later."""
         return self.schedule == "zero-bubble"
 
-    def held(self, rank: int) -> tuple[Held, ...]:
+    def fullest_times(self, rank: int) -> tuple[InFlight, ...]:
         """The micro-batches that a pipeline rank holds at its fullest times."""
-        return held(self.schedule, rank, self.mesh.pp, self.micro_batches, self.virtual_stages)
+        return fullest_times(self.schedule, rank, self.mesh.pp, self.micro_batches, self.virtual_stages)
 
 
-def setting_of(plan: Plan, hardware: Hardware) -> Setting:
+def stage_context_of(plan: Plan, hardware: Hardware) -> StageContext:
     """The plan's choices that its stages share."""
     schedule, virtual_stages = plan.pipeline.schedule, plan.virtual_stages
-    return Setting(
+    return StageContext(
         plan.mesh, plan.batch, schedule, virtual_stages, plan.sharding, plan.compute, plan.optimizer, hardware
     )

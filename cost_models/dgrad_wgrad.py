@@ -14,7 +14,7 @@ _ADDS = (aten.add.Tensor, aten.sub.Tensor)  # their gradient is that of the resu
 _PRODUCTS = ("matmul", "experts", "opaque")
 
 
-def halves(node: fx.Node, rule: Rule) -> tuple[float, float]:
+def dgrad_wgrad(node: fx.Node, rule: Rule) -> tuple[float, float]:
     """What the gradients of inputs and those of weights take of an op's backward, when they come apart.
 
     A product has a matmul for each; the kernels of norms, factors and a head with its loss run twice.
@@ -31,7 +31,7 @@ def halves(node: fx.Node, rule: Rule) -> tuple[float, float]:
 
 def keeps_gradient(node: fx.Node, rule: Rule) -> bool:
     """Whether the gradient of an op's result is kept until the second half; a sum's is that of what it adds."""
-    return info(node).requires_grad and node.target not in _ADDS and all(halves(node, rule))
+    return info(node).requires_grad and node.target not in _ADDS and all(dgrad_wgrad(node, rule))
 
 
 def _is_weight(node: fx.Node) -> bool:
