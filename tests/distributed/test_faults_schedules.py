@@ -1,4 +1,4 @@
-"""Faults that several stages a rank bring: order of sends (P6), uneven batches (P8); micro-batches in flight, counted."""
+"""Faults that several stages a rank bring: order of sends (P6), uneven batches (P8); micro-batches in flight."""
 
 from __future__ import annotations
 
