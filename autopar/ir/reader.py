@@ -28,7 +28,7 @@ import torch
 from torch import fx
 
 from ..placement import Kind, Placement, Strategy
-from ..plan.recompute import Again, AgainRegion
+from ..plan.recompute import RecomputeChoice, RecomputeRegion
 from . import ops
 from .custom import OpaqueCall
 from .graph import B, Block, Call, Fused, NodeInfo, Program, Role, S, Stage, TensorInfo, info, set_info
@@ -37,8 +37,8 @@ from .lengths import FixedLength, Padding
 _CLASSES = {
     c.__name__: c
     for c in (
-        AgainRegion, Again, Call, FixedLength, Fused, Kind, NodeInfo, OpaqueCall, Padding, Placement, Role, Stage,
-        Strategy, TensorInfo,
+        Call, FixedLength, Fused, Kind, NodeInfo, OpaqueCall, Padding, Placement, RecomputeChoice, RecomputeRegion, Role,
+        Stage, Strategy, TensorInfo,
     )
 }  # fmt: skip
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
