@@ -37,8 +37,8 @@ from .lengths import FixedLength, Padding
 _CLASSES = {
     c.__name__: c
     for c in (
-        Call, FixedLength, Fused, Kind, NodeInfo, OpaqueCall, Padding, Placement, RecomputeChoice, RecomputeRegion, Role,
-        Stage, Strategy, TensorInfo,
+        Call, FixedLength, Fused, Kind, NodeInfo, OpaqueCall, Padding, Placement, RecomputeChoice, RecomputeRegion,
+        Role, Stage, Strategy, TensorInfo,
     )
 }  # fmt: skip
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
