@@ -27,7 +27,7 @@ class Kind(Enum):
 class Placement:
     kind: Kind
     dim: int = 0  # of Shard only
-    runs: Any = 1  # of a Shard on dp: runs of consecutive rows in which a slice lies (rules/rows.py), a sympy number
+    runs: Any = 1  # of a Shard on dp: runs of consecutive rows in which a slice lies (data_axis.py), a sympy number
 
     def __str__(self) -> str:
         if self.kind is not Kind.SHARD:

@@ -13,11 +13,11 @@ from torch import fx
 
 from autopar.ir.graph import Block, Program, Role, arguments, info, node_inputs, set_info
 from autopar.ir.ops import convert
-from autopar.ir.share import Share
 from autopar.placement import Placement, Shard, Strategy
 from autopar.plan.plan import Plan
 from autopar.rules import AXES
 from autopar.rules.verify import LEVELS, Level
+from autopar.rules.vision import Share
 
 aten = torch.ops.aten
 

@@ -10,14 +10,13 @@ from ..ir.graph import B, Shape, info, node_inputs
 from . import (
     attention,
     complex,
-    conversions,
+    custom,
     experts,
     factories,
     indexing,
     losses,
     matmul,
     norms,
-    opaque,
     pointwise,
     random,
     reductions,
@@ -46,7 +45,7 @@ RULES: dict[object, RuleMaker] = {
 
 
 # Their targets are no single ops to be tried on tensors: tests/unit/rules and tests/distributed/test_context.py do.
-_OTHERS = {**opaque.RULES, **conversions.RULES, **attention.OVER_SEQUENCE}
+_OTHERS = {**custom.RULES, **attention.OVER_SEQUENCE}
 
 
 def rule_of(node: fx.Node) -> Rule:

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 import sympy
 from torch import fx
 
-from ..errors import TypeCheckError
+from ..errors import PlanError, TypeCheckError
 from ..ir.graph import B, Block, Call, Program, Role, info, node_inputs, op_name
 from ..placement import GRAD_PARTIAL, PARTIAL, REPLICATE, Placement, Strategy, conversion
+from ..plan.plan import Plan
 from . import DataAxis, has_rule, rule_of, strategies
 from .arguments import option
-from .coupling import Coupling
 from .data_axis import becomes_share, has_batch, is_batch_statistic
 from .random import draws
 from .where import error, kept_whole, where
@@ -27,6 +27,30 @@ from .where import error, kept_whole, where
 AXIS = DataAxis()
 _ORDER = (REPLICATE, GRAD_PARTIAL, PARTIAL)  # a value that is read in two of these is given in the later one
 _GATHER = 100.0  # more than any collectives of reduced values: samples are gathered where nothing else will do
+
+
+@dataclass(frozen=True)
+class Coupling:
+    """Why a model's samples cannot be spread freely: at which op (short), with the graph around it (detail).
+
+    replicas: whether dp may nevertheless be more than one.
+    """
+
+    short: str
+    detail: str
+    replicas: bool
+
+    def __str__(self) -> str:
+        return f"{self.short}: one micro-batch{'' if self.replicas else ', dp=1'}"
+
+    def check(self, plan: Plan) -> None:
+        """PlanError for a plan that it forbids."""
+        if plan.accumulation > 1 or plan.mesh.dp > 1 and not self.replicas:
+            way = "micro_batch=global_batch/dp" if self.replicas else "dp=1, micro_batch=global_batch"
+            raise PlanError(
+                f"dp={plan.mesh.dp} with {plan.accumulation} micro-batches would not compute the model: {self.detail}\n"
+                f"  use {way} (pp and tp are free)"
+            )
 
 
 @dataclass(frozen=True)

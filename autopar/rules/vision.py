@@ -9,12 +9,28 @@ import torch
 from torch import fx
 
 from ..ir.graph import info, node_inputs
-from ..ir.share import whole_count
 from ..placement import PARTIAL, Shard, Strategy
 from .arguments import option
 from .factor import Dims, Rule, RuleMaker
 
 aten = torch.ops.aten
+
+
+class Share(int):
+    """A rank's share of a count of groups of channels; `whole` is the count itself, by which the rules judge."""
+
+    whole: int
+
+    @classmethod
+    def of(cls, count: int, ranks: int) -> Share:
+        share = cls(count // ranks)
+        share.whole = count
+        return share
+
+
+def whole_count(count: int) -> int:
+    """The count over all ranks."""
+    return count.whole if isinstance(count, Share) else int(count)
 
 
 def _conv(node: fx.Node) -> Rule:

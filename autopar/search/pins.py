@@ -13,7 +13,7 @@ from autopar.errors import PlanError
 from autopar.plan.options import CHOICES, PINS, check, check_names, shown
 from autopar.plan.plan import Optimizer, asked_length, check_cut, check_precision
 from autopar.plan.recompute import Activations, RecomputeChoice, choice, whole_layers
-from autopar.rules.coupling import Coupling
+from autopar.rules.spread import Coupling
 from autopar.runtime.choices import AXES, Batch, Compute, Sharding
 
 from .sizes import divisors, listed

@@ -20,7 +20,7 @@ from autopar.errors import InfeasibleError
 from autopar.plan.plan import Plan, Solution
 from autopar.plan.recompute import RecomputeChoice
 from autopar.progress import progress
-from autopar.rules.coupling import Coupling
+from autopar.rules.spread import Coupling
 from autopar.runtime.choices import Mesh, Pipeline
 
 from .boundaries import Ranges

@@ -20,7 +20,7 @@ from autopar.ir.ops import COLLECTIVES, is_collective
 from autopar.placement import Shard
 from autopar.plan.plan import Plan
 from autopar.rules import DataAxis
-from autopar.rules.rows import moved_rows
+from autopar.rules.data_axis import moved_rows
 from autopar.rules.spread import data_types
 from autopar.rules.verify import Level, verify
 from autopar.runtime.choices import Mesh

@@ -9,7 +9,7 @@ import pytest
 from autopar.cost_models.hardware import Cluster
 from autopar.errors import PlanError
 from autopar.plan.schedules import why_not, why_not_split
-from autopar.rules.coupling import Coupling
+from autopar.rules.spread import Coupling
 from autopar.runtime.choices import SCHEDULES, Mesh
 from autopar.search.pins import Pins
 from autopar.search.space import Space, enumerate_space
