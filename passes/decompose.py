@@ -15,6 +15,7 @@ from autopar.ir.build import call, eliminate_dead, replace_node
 from autopar.ir.graph import MODEL, Program, arguments, info, op_name
 from autopar.ir.results import RESULTS
 from autopar.plan.plan import Plan
+from autopar.rules.arguments import option
 from autopar.rules.verify import Level
 
 aten = torch.ops.aten
@@ -64,12 +65,22 @@ def _parts(node: fx.Node) -> list[tuple[fx.Node, int]]:
     return [(reader, int(arguments(reader)[1])) for reader in readers]
 
 
+_RANKING = (aten.topk.default, aten.sort.default, aten.sort.stable)  # values are those of the operand at the indices
+
+
 def _separate_results(node: fx.Node) -> None:
-    """getitem(topk(x, 2), 0) → topk.values(x, 2)."""
-    for reader, index in _parts(node):
-        with node.graph.inserting_before(reader):
-            options: dict[str, Any] = dict(node.kwargs)
-            part = call(node.graph, RESULTS[node.target][index], node.args, info(reader), **options)
+    """getitem(topk(x, 2), 0) → topk.values(x, 2); where the indices are read too, gather(x, -1, topk.indices(x, 2))."""
+    indices: fx.Node | None = None
+    parts = _parts(node)  # the indices of a ranking, its last result, come first
+    for reader, index in sorted(parts, key=lambda part: -part[1]) if node.target in _RANKING else parts:
+        with node.graph.inserting_before(node):
+            if indices is not None:
+                part = call(node.graph, aten.gather.default, (node.args[0], option(node, "dim"), indices), info(reader))
+            else:
+                options: dict[str, Any] = dict(node.kwargs)
+                part = call(node.graph, RESULTS[node.target][index], node.args, info(reader), **options)
+        if node.target in _RANKING and index == 1:
+            indices = part
         replace_node(reader, part)
     node.graph.erase_node(node)
 

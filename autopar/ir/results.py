@@ -1,7 +1,8 @@
 """Ops of several results as one op a result: `topk` as `topk_values` and `topk_indices`.
 
 A node of a program has one value, and so one shape and one placement. The emitted program writes
-`torch.topk(x, 2).values`; where both results are read the op runs twice, which is little beside a layer.
+`torch.topk(x, 2).values`; where both results of an op that ranks are read, the values are gathered at the indices, and
+where both of another are read it runs twice.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+import sympy
 import torch
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
@@ -34,6 +35,8 @@ from ..rules import Axis, rule_of, strategies
 from .layouts import FREE, Layout
 from .op_costs import Costs
 from .sharing import Unit, shared_units, value_groups
+
+_SMALL_SHARE = 0.02  # of the largest weight of a block: then a product is beside the work of its layer
 
 
 def solve(program: Program, axis: Axis, costs: Costs, layout: Layout = FREE) -> Solution:
@@ -55,6 +58,7 @@ class _Search:
     integral: list[int] = field(default_factory=list)
     rows: list[tuple[dict[int, float], float, float]] = field(default_factory=list)
     conversions: dict[tuple[Unit, Placement, Placement, str], int] = field(default_factory=dict)
+    largest: dict[str, int] = field(default_factory=dict)  # block → elements of its largest weight
 
     def __post_init__(self) -> None:
         self.groups = value_groups(self.program)
@@ -111,11 +115,20 @@ class _Search:
         options = strategies(node, rule_of(node), self.axis)
         if self.layout.places(info(node).shape) and self._is_residual(block, node):
             options = [o for o in options if o.output == self.layout.hidden]
-        if divided := [o for o in options if self.layout.divides is not None and self.layout.divides(node, o)]:
+        divides = self.layout.divides if self._is_large(block, node) else None
+        if divided := [o for o in options if divides is not None and divides(node, o)]:
             return divided
         if self.layout.attention and rule_of(node).kind == "attention":
             return _preferred(options, self.layout.attention)
         return options
+
+    def _is_large(self, block: Block, node: fx.Node) -> bool:
+        """Whether a layout has its way with an op: what a small product (a router's) is worth, the costs say."""
+        if rule_of(node).kind != "matmul":
+            return True
+        if block.name not in self.largest:
+            self.largest[block.name] = max(map(_weight_size, block.ops), default=0)
+        return _weight_size(node) >= _SMALL_SHARE * self.largest[block.name]
 
     def _between_blocks(self, facts: NodeInfo) -> list[Placement]:
         """How a value that passes between blocks may lie."""
@@ -216,6 +229,14 @@ class _Search:
             unit: options[int(np.argmax(result.x[self.first[unit] : self.first[unit] + len(options)]))]
             for unit, options in self.choices.items()
         }
+
+
+def _weight_size(node: fx.Node) -> int:
+    """Elements of the parameters that a product reads."""
+    if rule_of(node).kind not in ("matmul", "experts"):
+        return 0
+    weights = [info(n).shape for n in node_inputs(node) if info(n).role is Role.PARAMETER]
+    return sum(int(sympy.Mul(*shape)) for shape in weights)
 
 
 def _preferred(options: list[Strategy], placements: tuple[Placement, ...]) -> list[Strategy]:

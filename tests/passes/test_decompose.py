@@ -111,7 +111,7 @@ def test_the_factors_of_addmm_are_products() -> None:
     )
 
 
-def test_each_result_of_an_op_is_an_op() -> None:
+def test_values_of_a_ranking_are_gathered_at_its_indices() -> None:
     assert_becomes(
         Decompose(),
         """
@@ -125,9 +125,33 @@ def test_each_result_of_an_op_is_an_op() -> None:
         """
         block model:
           x: [b, 8] = input x
-          topk_values_default: [b, 2] = topk_values(x, 2)
           topk_indices_default: [b, 2] = topk_indices(x, 2)
-          return topk_values_default, topk_indices_default
+          gather_default: [b, 2] = gather(x, -1, topk_indices_default)
+          return gather_default, topk_indices_default
+        """,
+    )
+
+
+def test_each_result_of_an_op_is_an_op() -> None:
+    assert_becomes(
+        Decompose(),
+        """
+        block model:
+          x: [b, 8] = input x
+          top: [b, 2] = topk(x, 2)
+          values: [b, 2] = getitem(top, 0)
+          largest: [b] = max.dim(x, 1)
+          most: [b] = getitem(largest, 0)
+          place: [b] int = getitem(largest, 1)
+          return values, most, place
+        """,
+        """
+        block model:
+          x: [b, 8] = input x
+          topk_values_default: [b, 2] = topk_values(x, 2)
+          max_dim_values_default: [b] = max_dim_values(x, 1)
+          max_dim_indices_default: [b] = max_dim_indices(x, 1)
+          return topk_values_default, max_dim_values_default, max_dim_indices_default
         """,
     )
 

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from runtime.collectives import all_gather, all_reduce, copy_to, split
+from runtime.collectives import all_reduce, copy_to, split
 from runtime.experts import experts
 from runtime.loss import embedding
-from runtime.parameters import buffer, local, parameter, submodule
+from runtime.parameters import buffer, local, parameter, submodule, summed
 from runtime.settings import Settings
 
 SETTINGS = Settings(
@@ -60,7 +60,7 @@ class MixtralDecoderLayer(nn.Module):
     self_attn.k_proj.weight, self_attn.v_proj.weight  [16, 32]     Shard(0) → [8, 32]      column-parallel
     self_attn.o_proj.weight                           [32, 32]     Shard(1) → [32, 16]     row-parallel
     post_attention_layernorm.weight                   [32]         Replicate
-    mlp.gate.weight                                   [4, 32]      Shard(0) → [2, 32]      column-parallel
+    mlp.gate.weight                                   [4, 32]      Replicate               gradient summed over tp
     mlp.experts._gate_up_proj_0                       [4, 72, 32]  Shard(1) → [4, 36, 32]
     mlp.experts._gate_up_proj_1                       [4, 72, 32]  Shard(1) → [4, 36, 32]
     mlp.experts.down_proj                             [4, 32, 72]  Shard(2) → [4, 32, 36]
@@ -75,7 +75,7 @@ class MixtralDecoderLayer(nn.Module):
         parameter(self, "self_attn.v_proj.weight", (16, 32), shard=0)
         parameter(self, "self_attn.o_proj.weight", (32, 32), shard=1)
         parameter(self, "post_attention_layernorm.weight", (32,))
-        parameter(self, "mlp.gate.weight", (4, 32), shard=0)
+        parameter(self, "mlp.gate.weight", (4, 32))
         parameter(self, "mlp.experts._gate_up_proj_0", (4, 72, 32), shard=1)
         parameter(self, "mlp.experts._gate_up_proj_1", (4, 72, 32), shard=1)
         parameter(self, "mlp.experts.down_proj", (4, 32, 72), shard=2)
@@ -106,13 +106,10 @@ class MixtralDecoderLayer(nn.Module):
         h = local(self.post_attention_layernorm.weight) * F.rms_norm(x, (32,), eps=1e-05)
         h = h.reshape(b * s, 32)
         h = copy_to(h, axis="tp")  # forward: nothing; backward: all-reduce
-        scores = F.linear(h, local(self.mlp.gate.weight))  # column-parallel
-        # Shard(1) → Replicate; backward: reduce-scatter
-        scores = all_gather(scores, dim=1, axis="tp")
-        probs = torch.softmax(scores.to(torch.float32), -1)
-        h_2 = probs.topk(2).values
-        h_2 = h_2 / h_2.sum((-1,), True)
+        probs = torch.softmax(F.linear(h, summed(self.mlp.gate.weight)).to(torch.float32), -1)
         topk_indices = probs.topk(2).indices
+        h_2 = probs.gather(-1, topk_indices)
+        h_2 = h_2 / h_2.sum((-1,), True)
         h = experts(
             h,
             topk_indices,
