@@ -6,7 +6,7 @@ what its GPU kernel saves for backward (not what a CPU or meta trace saves: othe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -111,12 +111,8 @@ def describe(
     costs = {name: replace(c, data_transfers=_data_transfers(program.blocks[name], typed)) for name, c in costs.items()}
     chunked = _chunked_epilogue(program, solution, axis)
     layers = tuple(call.block for call in program.layer_calls)
-    every = [(costs[name], program.count(name)) for name in costs]
-    work = sum(n * c.model_flops for c, n in every)
-    done = sum(n * op.model_flops for c, n in every for op in c.ops if op.sharded)
-    # On one rank the sharded part is 1/tp of the model's.
-    whole = float((work - done).subs(dict(values)))
-    divided = float(done.subs(dict(values))) * solution.ranks if done else 0.0
+    whole, divided = _model_flops([(c, program.count(name)) for name, c in costs.items()], solution.ranks)
+    total = float((whole + divided).subs(dict(values)))
     return ModelCosts(
         tp=solution.ranks,
         solution=solution.name,
@@ -124,8 +120,8 @@ def describe(
         classes={name: costs[name] for name in dict.fromkeys(layers)},
         layers=layers,
         epilogue=costs.get(EPILOGUE, empty),
-        unsharded_flops=work - done + done * solution.ranks,
-        sharded_fraction=divided / (whole + divided) if whole + divided else 0.0,
+        unsharded_flops=whole + divided,
+        sharded_fraction=float(divided.subs(dict(values))) / total if total else 0.0,
         constants_bytes=costs[TABLES].buffer_bytes if TABLES in costs else 0,
         chunked=None if isinstance(chunked, str) else replace(chunked, data_transfers=costs[EPILOGUE].data_transfers),
         not_chunked=chunked if isinstance(chunked, str) else "",
@@ -133,6 +129,13 @@ def describe(
         boundary_values=boundary_values(program, solution.strategies, axis.size),
         constants=constants(program, solution.strategies, axis.size),
     )
+
+
+def _model_flops(costs: Sequence[tuple[LayerCosts, int]], ranks: int) -> tuple[sympy.Expr, sympy.Expr]:
+    """The model's FLOPs that each rank does whole, and those that ranks share out: a rank has 1/tp of these."""
+    done = sum((n * c.model_flops for c, n in costs), _ZERO)
+    shared = sum((n * op.model_flops for c, n in costs for op in c.ops if op.sharded), _ZERO)
+    return done - shared, shared * ranks
 
 
 def _data_transfers(block: Block, types: DataTypes) -> tuple[Transfer, ...]:
@@ -178,19 +181,16 @@ def _layer_costs(program: Program, saved: Saved, axis: Axis, compiled: bool = Fa
     ops = {n: op_costs(n, strategies[n.name], rule_of(n), axis.size) for n in block.ops}
     is_layer = any(c.block == block.name for c in program.layer_calls)
     call = program.call_of(block.name)
-    own = tied = 0
-    for node in block.placeholders(Role.PARAMETER):
-        size = _local_numel(info(node).shape, strategies[node.name].output, axis)
-        name = call.full_name(info(node).ref)
-        if name in program.tied:
-            tied += size
-        else:
-            own += size
+    parameters = {
+        call.full_name(info(n).ref): _local_numel(info(n).shape, strategies[n.name].output, axis)
+        for n in block.placeholders(Role.PARAMETER)
+    }
+    tied = sum(size for name, size in parameters.items() if name in program.tied)
     return LayerCosts(
         name=block.name,
         ops=tuple(fused(block, strategies, ops, axis.size) if compiled else [c for n in ops for c in ops[n]]),
         transfers=tuple(move.transfer for move in placed_transfers),
-        parameters=own,
+        parameters=sum(parameters.values()) - tied,
         tied_parameters=tied,
         saved_bytes=saved.total_bytes(),
         working_bytes=_working_bytes(saved),

@@ -35,6 +35,10 @@ _NEW = {
     aten.new_full.default: aten.full.default, aten.new_empty.default: aten.empty.memory_format,
 }  # fmt: skip
 _IDENTITIES = {aten.contiguous.default, aten.alias.default, aten.lift_fresh_copy.default, aten.clone.default}
+_IDENTITIES_OF_A_TYPE = {  # where shape and dtype stay
+    aten.to.dtype, aten.reshape.default, aten.expand.default, aten.slice.Tensor, aten.squeeze.dim,
+}  # fmt: skip
+_NEUTRAL: dict[Any, float] = {aten.mul.Tensor: 1.0, aten.add.Tensor: 0.0, aten.div.Tensor: 1.0}
 
 
 @dataclass(frozen=True)
@@ -122,18 +126,15 @@ def _same_value(node: fx.Node) -> fx.Node | None:
     source: fx.Node = node.args[0]
     same_type = info(source).shape == info(node).shape and info(source).dtype == info(node).dtype
     target, rest = node.target, node.args[1:]
-    if target in _IDENTITIES or (same_type and target in (aten.to.dtype, aten.reshape.default, aten.expand.default)):
-        return source
-    if same_type and target in (aten.slice.Tensor, aten.squeeze.dim):
-        return source
-    if target is aten.detach.default and not info(source).requires_grad:
-        return source
-    if target is aten.dropout.default and (rest[0] == 0.0 or rest[1] is False):
-        return source
-    neutral: dict[Any, float] = {aten.mul.Tensor: 1.0, aten.add.Tensor: 0.0, aten.div.Tensor: 1.0}
-    if same_type and target in neutral and not isinstance(rest[0], fx.Node) and rest[0] == neutral[target]:
-        return source
-    return None
+    if same_type and target in _NEUTRAL:
+        does_nothing = not isinstance(rest[0], fx.Node) and rest[0] == _NEUTRAL[target]
+    elif target is aten.detach.default:
+        does_nothing = not info(source).requires_grad
+    elif target is aten.dropout.default:
+        does_nothing = rest[0] == 0.0 or rest[1] is False
+    else:
+        does_nothing = target in _IDENTITIES or same_type and target in _IDENTITIES_OF_A_TYPE
+    return source if does_nothing else None
 
 
 def _recognise_rms_norm(node: fx.Node) -> None:
@@ -158,29 +159,32 @@ def _recognise_rms_norm(node: fx.Node) -> None:
 
 def _rms_operands(node: fx.Node) -> tuple[fx.Node, float] | None:
     """(x, eps) if node is mul(x, rsqrt(add(mean(pow(x, 2), [-1], True), eps)))."""
-    if node.target is not aten.mul.Tensor or not all(isinstance(a, fx.Node) for a in node.args):
+    if node.target is not aten.mul.Tensor or node.kwargs or not all(isinstance(a, fx.Node) for a in node.args):
         return None
     source, scale = node.args
     assert isinstance(source, fx.Node) and isinstance(scale, fx.Node)
     if scale.target is not aten.rsqrt.default:
         source, scale = scale, source
-    if scale.target is not aten.rsqrt.default:
+    (shifted,) = _arguments(scale, aten.rsqrt.default, 1)
+    mean, eps = _arguments(shifted, aten.add.Tensor, 2)
+    base = _squared(mean)
+    if base is None or not isinstance(eps, float | int) or info(base).dtype != info(node).dtype:
         return None
-    shifted = scale.args[0]
-    if node.kwargs or not isinstance(shifted, fx.Node) or shifted.target is not aten.add.Tensor or shifted.kwargs:
-        return None
-    mean, eps = shifted.args[:2]
-    if not isinstance(mean, fx.Node) or mean.target is not aten.mean.dim or not isinstance(eps, float | int):
-        return None
-    if mean.kwargs or len(mean.args) > 3:  # a dtype of its own
-        return None
-    square, dims = mean.args[0], list(mean.args[1])  # type: ignore[arg-type]
-    last_dim = dims in ([-1], [len(info(source).shape) - 1]) and len(mean.args) > 2 and mean.args[2] is True
-    if not isinstance(square, fx.Node) or not last_dim:
-        return None
-    if square.target is not aten.pow.Tensor_Scalar or square.args[1:] != (2,):
-        return None
-    base = square.args[0]
     # T5 upcasts for the mean alone: the product with an fp32 root is fp32 as well.
-    same = base is source or isinstance(base, fx.Node) and base.target is aten.to.dtype and base.args[0] is source
-    return (base, float(eps)) if same and info(base).dtype == info(node).dtype else None  # type: ignore[arg-type, return-value]
+    upcast = base.target is aten.to.dtype and base.args[0] is source
+    return (base, float(eps)) if base is source or upcast else None
+
+
+def _squared(mean: Any) -> fx.Node | None:
+    """x if `mean` is mean(pow(x, 2), [-1], True)."""
+    square, dims, keepdim = _arguments(mean, aten.mean.dim, 3)  # a fourth would be a dtype of its own
+    base, power = _arguments(square, aten.pow.Tensor_Scalar, 2)
+    if not isinstance(base, fx.Node) or power != 2 or keepdim is not True or not dims:
+        return None
+    return base if list(dims) in ([-1], [len(info(base).shape) - 1]) else None
+
+
+def _arguments(value: Any, target: Any, count: int) -> tuple[Any, ...]:
+    """The arguments of a value that is this op of `count` of them, and has no keywords; else as many Nones."""
+    matches = isinstance(value, fx.Node) and value.target is target and not value.kwargs and len(value.args) == count
+    return value.args if matches else (None,) * count

@@ -190,11 +190,7 @@ def _unflatten(node: fx.Node) -> None:
     lead, width = info(source).shape[:-1], info(node).shape[-1]
     if len(info(flat).shape) != 2 or info(source).shape[-1] != info(flat).shape[-1] or len(lead) < 2:
         return
-    chain = [node]
-    while len(chain[-1].users) == 1 and (reader := next(iter(chain[-1].users))).target is aten.add.Tensor:
-        if reader.kwargs or reader.args[0] is not chain[-1] or not _is_vector(reader.args[1]):
-            break
-        chain.append(reader)
+    chain = _with_sums(node)
     readers = list(chain[-1].users)
     if any(r.target is not aten.reshape.default or info(r).shape != (*lead, width) for r in readers):
         return
@@ -206,6 +202,16 @@ def _unflatten(node: fx.Node) -> None:
             result = call(node.graph, op, (result, link.args[1]), info(link), shape)
     for reader in readers:
         replace_node(reader, result)
+
+
+def _with_sums(node: fx.Node) -> list[fx.Node]:
+    """The node and the sums of it with vectors, as long as each is read by the next alone."""
+    chain = [node]
+    while len(chain[-1].users) == 1 and (reader := next(iter(chain[-1].users))).target is aten.add.Tensor:
+        if reader.kwargs or reader.args[0] is not chain[-1] or not _is_vector(reader.args[1]):
+            break
+        chain.append(reader)
+    return chain
 
 
 def _is_vector(value: Any) -> bool:

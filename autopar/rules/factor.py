@@ -96,7 +96,14 @@ def _candidates(operands: list[NodeInfo], result: NodeInfo, rule: Rule, axis: Ax
     for linear in rule.linear:
         partial = tuple(PARTIAL if i in linear else _shared(o) for i, o in enumerate(operands))
         yield Strategy(partial, PARTIAL)
-    for special in rule.special.get(axis.name, ()) if axis.size % (rule.multiple_of or 1) == 0 else ():
+    yield from _special(operands, rule, axis)
+
+
+def _special(operands: list[NodeInfo], rule: Rule, axis: Axis) -> Iterator[Strategy]:
+    """The strategies that a rule names itself, whose shards the axis offers."""
+    if axis.size % (rule.multiple_of or 1):
+        return
+    for special in rule.special.get(axis.name, ()):
         shards = [(p, o) for p, o in zip(special.inputs, operands, strict=True) if p.is_shard]
         if all(axis.offers([o.shape[p.dim]], uneven=not rule.multiple_of) for p, o in shards):
             yield special

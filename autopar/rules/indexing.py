@@ -10,7 +10,7 @@ from torch import fx
 
 from ..ir.graph import arguments, info, node_inputs
 from .arguments import option
-from .factor import Dims, Rule, RuleMaker, einsum
+from .factor import Dims, Rule, RuleMaker, aligned, einsum
 
 aten = torch.ops.aten
 
@@ -61,25 +61,21 @@ def _index_select(node: fx.Node) -> Rule:
 def _index(node: fx.Node) -> Rule:
     """x[i, :, j]: dims without an index pass, those with one stay whole; the indices' dims, broadcast, are new."""
     source, indices = arguments(node)[:2]
-    shapes = [info(i).shape if i is not None else None for i in indices]
-    if any(i is not None and info(i).dtype == torch.bool for i in indices):
+    read = {d: info(index) for d, index in enumerate(indices) if index is not None}
+    if any(index.dtype == torch.bool for index in read.values()):
         return _whole(node)  # as many rows as there are trues
-    shapes += [None] * (len(info(source).shape) - len(shapes))
-    given = [d for d, shape in enumerate(shapes) if shape is not None]
-    together = given == list(range(given[0], given[-1] + 1))
-    first = given[0] if together else 0
-    count = max(len(shape) for shape in shapes if shape is not None)
-    result = info(node).shape
-    spread: Dims = tuple(f"i{i}" if n != 1 else None for i, n in enumerate(result[first : first + count]))
-    passing = [f"p{d}" for d, shape in enumerate(shapes) if shape is None]
-    before = [f"p{d}" for d in range(first)]
-    output = (*before, *spread, *passing[len(before) :])
-    operands: list[Dims] = [tuple(f"p{d}" if shape is None else None for d, shape in enumerate(shapes))]
-    for shape in (s for s in shapes if s is not None):
-        tail = spread[count - len(shape) :]
-        sizes = result[first + count - len(shape) : first + count]
-        operands.append(tuple(f if n == m else None for f, n, m in zip(tail, shape, sizes, strict=True)))
-    return Rule(tuple(operands), tuple(output), linear=_FIRST, saves=tuple(range(1, len(operands))))
+    shapes, indexed = [index.shape for index in read.values()], list(read)
+    together = indexed == list(range(indexed[0], indexed[-1] + 1))
+    first = indexed[0] if together else 0  # where the indices' dims are in the result
+    spread = info(node).shape[first : first + max(map(len, shapes))]
+    dims: Dims = tuple(None if d in read else f"p{d}" for d in range(len(info(source).shape)))
+    passing = [f for f in dims if f is not None]
+    return Rule(
+        (dims, *(aligned(shape, spread) for shape in shapes)),
+        (*passing[:first], *aligned(spread, spread), *passing[first:]),
+        linear=_FIRST,
+        saves=tuple(range(1, len(read) + 1)),
+    )
 
 
 def _whole(node: fx.Node) -> Rule:

@@ -151,10 +151,15 @@ def _check_conversion(block: Block, node: fx.Node, strategy: Strategy, axis: Axi
             raise error(
                 block, node, f"converts along {placement}, where {size} is not divisible by {axis.name}={axis.size}"
             )
+    _check_collective(block, node, strategy, found.function)
+
+
+def _check_collective(block: Block, node: fx.Node, strategy: Strategy, function: str) -> None:
+    """A conversion that is lowered calls the table's function, with the dims along which it cuts and joins."""
     if is_collective(node.target):
-        dims = tuple(p.dim for p in (source, target) if p.is_shard)
-        if node.target is not COLLECTIVES[found.function] or node.args[1:] != dims:
-            raise error(block, node, f"{strategy} is {found.function}{dims}, not {node.target.__name__}")  # type: ignore[union-attr]
+        dims = tuple(p.dim for p in (*strategy.inputs, strategy.output) if p.is_shard)
+        if node.target is not COLLECTIVES[function] or node.args[1:] != dims:
+            raise error(block, node, f"{strategy} is {function}{dims}, not {node.target.__name__}")  # type: ignore[union-attr]
     elif node.target is not convert:
         raise error(block, node, "is no conversion")
 

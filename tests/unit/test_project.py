@@ -65,9 +65,6 @@ def test_functions_stay_short(folder: str) -> None:
 
 # To be mended with their files; the cost models and what searches by them are to be rewritten.
 MANY_DECISIONS = {
-    "autopar/rules/factor.py: _candidates",
-    "autopar/rules/indexing.py: _index",
-    "autopar/rules/verify.py: _check_conversion",
     "autopar/runtime/optimizer.py: __init__",
     "autopar/runtime/units.py: _ends",
     "autopar/trace/initialise.py: weights_of",
@@ -79,12 +76,8 @@ MANY_DECISIONS = {
     "autopar/verification/shrink.py: small_enough",
     "cost_models/data_parallel.py: _gradient_time",
     "cost_models/describe.py: _layer_costs",
-    "cost_models/describe.py: describe",
     "cost_models/fusion.py: _cost",
     "cost_models/pipeline.py: simulate_one",
-    "passes/clean.py: _rms_operands",
-    "passes/clean.py: _same_value",
-    "passes/decompose.py: _unflatten",
 }
 
 
