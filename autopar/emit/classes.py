@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ..ir.graph import EPILOGUE, PROLOGUE, TABLES, Block, Role, info
 from .body import Body
 from .code import Code, Statement, Suite, class_of_module, function
 from .emission import Emission
 from .forward import forward, forward_runs, group_methods
-from .layer_runs import Run, layers_text, offset, parent, path_text, runs
+from .layer_runs import layers_text, offset, parent, path_text, runs
 from .parameters import declarations
 from .placements import argument_shapes, placement_table
 from .recomputed import (
@@ -57,22 +55,15 @@ def _summary(e: Emission, block: Block) -> str:
 
 def model_class(e: Emission) -> Suite:
     """One class for all ranks: the stage chooses its part."""
-    blocks = e.program.blocks
-    between = list(dict.fromkeys(c.block for c in e.program.layer_calls if e.program.is_between(c.block)))
-    methods = [_init(e), forward(e), *group_methods(e)]
-    methods += [_method(e, blocks[name]) for name in (TABLES, PROLOGUE, *between, EPILOGUE) if name in blocks]
+    tables = [e.program.blocks[TABLES]] if TABLES in e.program.blocks else []
+    methods = [_init(e), forward(e), *group_methods(e), *(_method(e, block) for block in (*tables, *e.outside))]
     methods += [*_range_method(e), *_between_stages(e)]
-    return class_of_module("Model", _docstring(e, between), methods)
-
-
-def _docstring(e: Emission, between: Sequence[str]) -> list[str]:
-    blocks = e.program.blocks
     first = f"{e.program.name}: the layers of one stage, what precedes them on the first, the loss on the last."
     if e.alone:
         first = f"{e.program.name}, whole: what precedes the layers, the layers, the loss."
-    outside = [name for name in (PROLOGUE, *between, EPILOGUE) if name in blocks]
-    parameters = {info(n).ref: n for name in outside for n in blocks[name].placeholders(Role.PARAMETER)}
-    return docstring(first, placement_table(list(parameters.values()), {}, e.plan.mesh.tp))
+    parameters = {info(n).ref: n for block in e.outside for n in block.placeholders(Role.PARAMETER)}
+    doc = docstring(first, placement_table(list(parameters.values()), {}, e.plan.mesh.tp))
+    return class_of_module("Model", doc, methods)
 
 
 # --------------------------------------------------------------------------------
@@ -89,15 +80,15 @@ def _init(e: Emission) -> Suite:
         body += ["self._start, self._stop = SETTINGS.stages[stage]"]
     body += declarations(e, blocks[TABLES]) if TABLES in blocks else []
     body += _guarded(e, blocks[PROLOGUE], "self._first") if PROLOGUE in blocks else []
-    made: set[str] = set()
+    built: set[str] = set()
     for run in runs(e.program, lambda call: call.block):
-        block, paths = e.program.layer_calls[run.start].block, {e.program.layer_calls[i].path for i in run.places}
+        block, paths = e.program.layer_calls[run.start].block, {e.program.layer_calls[i].path for i in run}
         if e.program.is_between(block):
             body += _guarded(e, blocks[block], f"self._start <= {run.start} < self._stop")
-        elif not (e.alone and paths <= made):  # layers used again are there; another stage may need them for itself
+        elif not (e.alone and paths <= built):  # layers used again are there; another stage may need them for itself
             new = _new_layers(e, run)
             body += [] if new in body else [new]  # else used before: declared already
-        made |= paths
+        built |= paths
     body += _guarded(e, blocks[EPILOGUE], "self._last") if EPILOGUE in blocks else []
     return function("__init__", ["self", "stage=0"], body)
 
@@ -108,7 +99,7 @@ def _guarded(e: Emission, block: Block, guard: str) -> list[Code]:
     return [Suite(f"if {guard}:", declared)] if declared and not e.alone else [*declared]
 
 
-def _new_layers(e: Emission, run: Run) -> Code:
+def _new_layers(e: Emission, run: range) -> Code:
     """The layers of one list and one class."""
     block = e.program.layer_calls[run.start].block
     less = offset(e.program, run) if e.alone else None

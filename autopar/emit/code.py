@@ -97,9 +97,9 @@ def length(statements: Sequence[Statement]) -> int:
 def globals_read(source: str) -> set[str]:
     """The names that the source reads and neither makes nor has as arguments: those of Python, and what is imported."""
     top = symtable.symtable(source, "model.py", "exec")
-    made = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned() or symbol.is_namespace()}
+    assigned = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned() or symbol.is_namespace()}
     symbols = [symbol for scope in _scopes(top) for symbol in scope.get_symbols() if symbol.is_referenced()]
-    return {symbol.get_name() for symbol in symbols if symbol.is_global()} - made
+    return {symbol.get_name() for symbol in symbols if symbol.is_global()} - assigned
 
 
 def _scopes(scope: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:

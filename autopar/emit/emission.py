@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from ..ir.counts import dims_of
-from ..ir.graph import B, Block, Program, S, info
+from ..ir.graph import EPILOGUE, PROLOGUE, B, Block, Program, S, info
 from ..plan.plan import Plan
 from .idioms import Idioms
 from .names import class_names
@@ -57,6 +57,13 @@ class Emission:
         """Whether there is one stage, which is first and last."""
         return len(self.program.stages) == 1
 
+    @property
+    def outside(self) -> list[Block]:
+        """The blocks with parameters that are no layers: what comes before, between and after them."""
+        between = [call.block for call in self.program.layer_calls if self.program.is_between(call.block)]
+        blocks = self.program.blocks
+        return [blocks[name] for name in dict.fromkeys((PROLOGUE, *between, EPILOGUE)) if name in blocks]
+
     def roles(self, block: Block) -> Roles:
         """The roles of a block's values; its results have the names that their readers use."""
         if block.name not in self._roles:
@@ -84,8 +91,8 @@ def sizes_in(ops: Sequence[fx.Node]) -> set[Any]:
 
 def untold_sizes(ops: Sequence[fx.Node], arguments: Collection[fx.Node]) -> list[Any]:
     """Those of `b` and `s` that the ops need and the shape of no argument tells: they are arguments themselves."""
-    told = {symbol for node in arguments for symbol in dims_of(info(node).shape)}
-    return [size for size in (B, S) if size in sizes_in(ops) - told]
+    known = {symbol for node in arguments for symbol in dims_of(info(node).shape)}
+    return [size for size in (B, S) if size in sizes_in(ops) - known]
 
 
 def _symbols(argument: Any) -> set[Any]:

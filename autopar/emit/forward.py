@@ -10,7 +10,7 @@ from ..ir.graph import EPILOGUE, PROLOGUE, TABLES, Call, Role, info
 from .code import Code, Statement, Suite, function
 from .emission import Emission, untold_sizes
 from .idioms import checkpointed
-from .layer_runs import Run, layers_text, number_text, parent, path_text, runs
+from .layer_runs import layers_text, number_text, parent, path_text, runs
 from .names import loop_name
 from .recomputed import group_at, group_method, no_groups, recomputed_layers
 from .text import attribute, size_from
@@ -20,7 +20,7 @@ def forward(e: Emission) -> Suite:
     """The method, for all stages."""
     blocks = e.program.blocks
     received = "*" if e.alone else f"*{loop_name('received', e.program)}"
-    body = [*_made_first(e, TABLES, "_tables"), *_first_values(e), *_layers(e)]
+    body = [*_call_of(e, TABLES, "_tables"), *_first_values(e), *_layers(e)]
     if EPILOGUE in blocks:
         last = Statement(f"self._epilogue({', '.join(_arguments(e, e.program.call_of(EPILOGUE)))})", returned=True)
         body.append(last if e.alone else Suite("if self._last:", [last]))
@@ -49,28 +49,30 @@ def _outputs(e: Emission, call: Call) -> tuple[str, ...]:
     return tuple(e.names[v] for v in call.outputs)
 
 
-def _called(e: Emission, call: Call, function: str) -> Statement:
-    """The values of a call, by a function of its block."""
-    return Statement(f"{function}({', '.join(_arguments(e, call))})", _outputs(e, call))
+def _called(e: Emission, call: Call, called: str, *index: str, recomputed: bool = False) -> Statement:
+    """The values of a call, by the source of what is called; recomputed: whether backward makes the call again."""
+    arguments = [*index, *_arguments(e, call)]
+    value = checkpointed(called, *arguments) if recomputed else f"{called}({', '.join(arguments)})"
+    return Statement(value, _outputs(e, call))
 
 
-def _made_first(e: Emission, block: str, method: str) -> list[Statement]:
+def _call_of(e: Emission, block: str, method: str) -> list[Statement]:
     """The line that calls `_tables` or `_prologue`; none without such a block."""
     return [_called(e, e.program.call_of(block), f"self.{method}")] if block in e.program.blocks else []
 
 
 def _first_values(e: Emission) -> list[Code]:
     """What the first layer reads: of the first stage the prologue's values, of others those that they receive."""
-    made = _made_first(e, PROLOGUE, "_prologue")
+    prologue = _call_of(e, PROLOGUE, "_prologue")
     if e.alone:
-        return [*made]
+        return [*prologue]
     received = loop_name("received", e.program)
     values = {stage.start: tuple(e.names[v] for v in stage.receives) for stage in e.program.stages[1:]}
     heads = {start: f"if self._start == {start}:" for start in values}
     if len(set(values.values())) == 1:  # all stages after the first
-        heads = {next(iter(values)): "else:" if made else "if not self._first:"}
+        heads = {next(iter(values)): "else:" if prologue else "if not self._first:"}
     unpacked = [Suite(head, [f"({', '.join(values[start])},) = {received}"]) for start, head in heads.items()]
-    return [*([Suite("if self._first:", made)] if made else []), *unpacked]
+    return [*([Suite("if self._first:", prologue)] if prologue else []), *unpacked]
 
 
 def _return_sent(e: Emission) -> list[Code]:
@@ -89,28 +91,25 @@ def _layers(e: Emission) -> list[Code]:
     """One loop for each run of layers whose lines are the same; a line for a layer unlike its neighbours."""
     lines: list[Code] = []
     for run in forward_runs(e):
-        if group_at(e.program, run.start):
-            lines.append(_group_loop(e, run))
+        if group := group_at(e.program, run.start):
+            lines.append(_group_loop(e, run, group_method(e.program, group), group.group))
         else:
             lines.append(_single(e, run) if len(run) == 1 else _loop(e, run))
     return lines
 
 
-def forward_runs(e: Emission) -> list[Run]:
+def forward_runs(e: Emission) -> list[range]:
     """Runs of layers that read and give values of the same names: each a loop of forward."""
     calls = e.program.layer_calls
     groups = {id(call): group_at(e.program, place) for place, call in enumerate(calls)}
     return runs(e.program, lambda call: (_outputs(e, call), _arguments(e, call), groups[id(call)]))
 
 
-def _group_loop(e: Emission, run: Run) -> Suite:
-    """A line for each group of layers that backward computes again together."""
-    group = group_at(e.program, run.start)
-    assert group is not None
-    call, index = e.program.layer_calls[run.start], loop_name("i", e.program)
-    again = checkpointed(f"self.{group_method(e.program, group)}", index, *_arguments(e, call))
-    head = f"for {index} in {layers_text(e.program, run)}[::{group.group}]:"
-    return Suite(head, [Statement(again, _outputs(e, call))])
+def _group_loop(e: Emission, run: range, method: str, size: int) -> Suite:
+    """A line for each group of `size` layers that backward computes again together, by their method."""
+    index = loop_name("i", e.program)
+    line = _called(e, e.program.layer_calls[run.start], f"self.{method}", index, recomputed=True)
+    return Suite(f"for {index} in {layers_text(e.program, run)}[::{size}]:", [line])
 
 
 def group_methods(e: Emission) -> list[Suite]:
@@ -119,7 +118,7 @@ def group_methods(e: Emission) -> list[Suite]:
     for run in forward_runs(e):
         if not (group := group_at(e.program, run.start)):
             continue
-        if run.places != group.layers:
+        if run != group.layers:
             raise no_groups(group)
         call, index = e.program.layer_calls[run.start], loop_name("i", e.program)
         read, outputs = _read(e, call, str, "device"), _outputs(e, call)
@@ -131,17 +130,16 @@ def group_methods(e: Emission) -> list[Suite]:
     return methods
 
 
-def _single(e: Emission, run: Run) -> Code:
+def _single(e: Emission, run: range) -> Code:
     """The line of a layer, or of what is between two."""
     call = e.program.layer_calls[run.start]
     between = e.program.is_between(call.block)
-    line = _called(e, call, f"self._{call.block}" if between else attribute(call.path, "submodule"))
-    if between and call in recomputed_layers(e.program):
-        line = Statement(checkpointed(f"self._{call.block}", *_arguments(e, call)), _outputs(e, call))
+    called = f"self._{call.block}" if between else attribute(call.path, "submodule")
+    line = _called(e, call, called, recomputed=between and call in recomputed_layers(e.program))
     return line if e.alone else Suite(f"if self._start <= {run.start} < self._stop:", [line])
 
 
-def _loop(e: Emission, run: Run) -> Suite:
+def _loop(e: Emission, run: range) -> Suite:
     """A loop over layers: over the children of their list, where these are all of it, else by index."""
     calls = e.program.layer_calls[run.start : run.stop]
     layer, index = loop_name("layer", e.program), loop_name("i", e.program)
@@ -156,13 +154,13 @@ def _loop(e: Emission, run: Run) -> Suite:
     return Suite(head, [_called(e, calls[0], layer)])
 
 
-def _is_regular(e: Emission, run: Run) -> bool:
+def _is_regular(e: Emission, run: range) -> bool:
     """Whether the layers of a run are members of a list by their numbers."""
     path = parent(e.program.layer_calls[run.start])
     return path != "" and not path[0].isdigit() and number_text(e.program, run, "i") is not None
 
 
-def _layer_at(e: Emission, run: Run, index: str) -> str:
+def _layer_at(e: Emission, run: range, index: str) -> str:
     """The layer of a run by its index, as source."""
     if _is_regular(e, run):
         layers = attribute(parent(e.program.layer_calls[run.start]), "submodule")

@@ -70,7 +70,7 @@ def _attention(op: Op) -> Text:
     q, k, v = (op.shown(name) for name in ("query", "key", "value"))
     if op.splits(0, 1) and not op.splits(1, 1):
         k, v = map(_head_of, (k, v))
-    random = bool(op.given.get("dropout_p"))
+    random = bool(op.arguments.get("dropout_p"))
     options = op.named("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     if random:
         return call("attention", q, k, v, *options, f"training={op.training}", *op.shards)

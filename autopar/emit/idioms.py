@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -62,6 +62,7 @@ class Idioms:
             for node in block.ops:
                 if node.target is aten.add.Tensor and (rotation := _rotation(node)):
                     self._replace(block, node, rotation)
+            block.graph.eliminate_dead_code()
 
     def _replace(self, block: Block, node: fx.Node, rotation: _Rotation) -> None:
         operands = (rotation.x, rotation.cos, rotation.sin)
@@ -71,7 +72,6 @@ class Idioms:
         set_info(call, info(node).typed(Strategy(placements, info(node).placement)))
         self.renamed[call.name] = node.name
         node.replace_all_uses_with(call)
-        _erase(block.graph, node)
 
     def _name(self, rotation: _Rotation) -> str:
         """The name of the function that does this rotation, written where it is new."""
@@ -165,13 +165,3 @@ def _range(node: fx.Node, last: int, width: int) -> tuple[int, int, int] | None:
     if (dim or 0) not in (-1, last):
         return None
     return int(start or 0), width if end is None else min(int(end), width), int(step or 1)
-
-
-def _erase(graph: fx.Graph, node: fx.Node) -> None:
-    """The node and what only it read."""
-    waiting: Iterable[fx.Node] = [node]
-    while waiting:
-        dead = [n for n in waiting if n.op == "call_function" and not n.users]
-        waiting = [operand for n in dead for operand in n.all_input_nodes]
-        for n in dict.fromkeys(dead):
-            graph.erase_node(n)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -12,34 +11,16 @@ from ..ir.identifiers import is_index
 from .text import is_plain_part, quoted
 
 
-@dataclass(frozen=True)
-class Run:
-    """Layers [start, stop) of a program, by their place among all layer calls."""
+def runs(program: Program, key: Callable[[Call], Any]) -> list[range]:
+    """Maximal runs of neighbours in one list with the same key, by their places among all layer calls.
 
-    start: int
-    stop: int
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-    @property
-    def places(self) -> range:
-        return range(self.start, self.stop)
-
-
-def runs(program: Program, key: Callable[[Call], Any]) -> list[Run]:
-    """Maximal runs of neighbours in one list with the same key; what is between two layers is alone."""
+    What is between two layers is alone.
+    """
     calls = program.layer_calls
-    starts = [
-        place
-        for place, call in enumerate(calls)
-        if not place
-        or program.is_between(call.block)
-        or program.is_between(calls[place - 1].block)
-        or parent(call) != parent(calls[place - 1])
-        or key(call) != key(calls[place - 1])
-    ]
-    return [Run(start, stop) for start, stop in pairwise([*starts, len(calls)])]
+    keys = [(parent(call), key(call)) for call in calls]
+    alone = [program.is_between(call.block) for call in calls]
+    starts = [i for i in range(len(calls)) if i == 0 or keys[i] != keys[i - 1] or any(alone[i - 1 : i + 1])]
+    return [range(start, stop) for start, stop in pairwise([*starts, len(calls)])]
 
 
 def parent(call: Call) -> str:
@@ -47,7 +28,7 @@ def parent(call: Call) -> str:
     return call.path.rpartition(".")[0]
 
 
-def offset(program: Program, run: Run) -> int | None:
+def offset(program: Program, run: range) -> int | None:
     """A layer's index in the program minus its number in its list, the same for all layers of a run.
 
     None where the numbers are not consecutive, or a path has no number or is not plain.
@@ -60,7 +41,7 @@ def offset(program: Program, run: Run) -> int | None:
     return run.start - int(first) if paths == [f"{before}.{i}".lstrip(".") for i in numbers] else None
 
 
-def path_text(program: Program, run: Run, index: str) -> str:
+def path_text(program: Program, run: range, index: str) -> str:
     """The path of layer `index` of a run, as source: f"model.layers.{i}"."""
     calls = program.layer_calls[run.start : run.stop]
     if len(calls) == 1:
@@ -70,7 +51,7 @@ def path_text(program: Program, run: Run, index: str) -> str:
     return f'f"{parent(calls[0])}.{{{number}}}"' if parent(calls[0]) else f"str({number})"
 
 
-def number_text(program: Program, run: Run, index: str) -> str | None:
+def number_text(program: Program, run: range, index: str) -> str | None:
     """The number in its list of layer `index` of a run, as source: i - 2; None where the layers have none."""
     less = offset(program, run)
     if less is None or len(program.stages) == 1:
@@ -78,7 +59,7 @@ def number_text(program: Program, run: Run, index: str) -> str | None:
     return index if not less else f"{index} - {less}" if less > 0 else f"{index} + {-less}"
 
 
-def layers_text(program: Program, run: Run) -> str:
+def layers_text(program: Program, run: range) -> str:
     """The indices of a run's layers that this stage has, as source; with one stage, their numbers in the list."""
     if len(program.stages) == 1:
         less = offset(program, run) or 0

@@ -66,9 +66,7 @@ class Lines:
 
     def head(self, node: fx.Node) -> fx.Node:
         """The op a line is about: the innermost of a chain of views and casts."""
-        while (is_postfix(node) or is_bias_add(node)) and node_inputs(node)[0] in self.folded:
-            node = node_inputs(node)[0]
-        return node
+        return _innermost(node, self.folded.__contains__)
 
     def size(self, node: fx.Node) -> int:
         """The number of ops in a line, views, casts and biases not counted."""
@@ -117,7 +115,7 @@ class Lines:
 
     def _reads_well(self, node: fx.Node, reader: fx.Node) -> bool:
         """Whether a person would write an op inside this reader."""
-        head, dresses = _innermost(node), self.roles.main(reader) is node
+        head, dresses = _innermost(node, lambda op: op.op == "call_function"), self.roles.main(reader) is node
         same = self.roles.of(node) == self.roles.of(reader)
         if head.target in HEAVY:
             joins = self.roles.is_residual(reader) and info(node).placement == info(reader).placement
@@ -153,13 +151,6 @@ class Lines:
         return sorted(lines, key=lambda line: _QUERY_KEY_VALUE.index(self.roles.of(line[-1])))
 
 
-def _innermost(node: fx.Node) -> fx.Node:
-    """The op under a chain of views, casts and biases, folded or not."""
-    while (is_postfix(node) or is_bias_add(node)) and node_inputs(node)[0].op == "call_function":
-        node = node_inputs(node)[0]
-    return node
-
-
 def is_random(node: fx.Node) -> bool:
     """Whether an op draws random numbers: dropout, also that of attention, or a region that has some."""
     return bool(node.kwargs["random"]) if node.target is region_call else draws(node)
@@ -168,3 +159,10 @@ def is_random(node: fx.Node) -> bool:
 def is_constant(node: fx.Node) -> bool:
     """Whether a node is a parameter or a buffer."""
     return info(node).role in (Role.PARAMETER, Role.BUFFER)
+
+
+def _innermost(node: fx.Node, inside: Callable[[fx.Node], bool]) -> fx.Node:
+    """The op under a chain of views, casts and biases, as far as it is `inside`."""
+    while (is_postfix(node) or is_bias_add(node)) and inside(node_inputs(node)[0]):
+        node = node_inputs(node)[0]
+    return node

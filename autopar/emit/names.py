@@ -5,15 +5,17 @@ from __future__ import annotations
 import builtins
 from collections import Counter
 from collections.abc import Collection, Container, Iterable, Sequence
+from typing import TypeVar
 
 from torch import nn
 
 from ..errors import PlanError
-from ..ir.graph import Call, Program, Role, info
+from ..ir.graph import Block, Call, Program, Role, info
 from ..ir.identifiers import COUNTS, identifier, is_plain
 from ..ir.ops import COLLECTIVES
 from .layer_runs import parent
 
+_Key = TypeVar("_Key")
 _OF_TORCH = {
     "torch": "import torch",
     "F": "import torch.nn.functional as F",
@@ -51,7 +53,7 @@ _INSTEAD = {"embedding": "embedded", "attention": "attn", "cross_entropy": "loss
 def imports(names: Collection[str]) -> list[str]:
     """The import lines of those of the names that torch and the saved runtime have."""
     lines = [line for name, line in _OF_TORCH.items() if name in names]
-    modules = {module: [n for n in sorted(given) if n in names] for module, given in _OF_RUNTIME.items()}
+    modules = {module: [n for n in sorted(of_module) if n in names] for module, of_module in _OF_RUNTIME.items()}
     ours = [f"from runtime.{module} import {', '.join(used)}" for module, used in modules.items() if used]
     return [*lines, "", *ours]
 
@@ -59,6 +61,20 @@ def imports(names: Collection[str]) -> list[str]:
 def value_name(base: str, taken: Container[str]) -> str:
     """An identifier for a value: the base, or with a number where the base is taken."""
     return _unlike(_INSTEAD.get(base, identifier(base, "v")), _RESERVED, taken)
+
+
+def free_names(bases: Iterable[tuple[_Key, str]], taken: Collection[str]) -> dict[_Key, str]:
+    """For each key a name like its base, none of them taken or given twice."""
+    names: dict[_Key, str] = {}
+    for key, base in bases:
+        names[key] = value_name(base, {*taken, *names.values()})
+    return names
+
+
+def method_names(block: Block, bases: Sequence[str]) -> list[str]:
+    """Names like the bases for methods of a layer's class, which has attributes for its parameters and buffers."""
+    attributes = {info(n).ref.partition(".")[0] for n in block.placeholders(Role.PARAMETER, Role.BUFFER)}
+    return list(free_names(enumerate(bases), attributes).values())
 
 
 def argument_name(name: str) -> str:
@@ -114,7 +130,7 @@ def loop_name(name: str, program: Program) -> str:
 def check_attributes(program: Program, recomputed: Iterable[Call] = ()) -> None:
     """PlanError where the emitted classes would lose an attribute of the model to one of their own or of nn.Module.
 
-    recomputed: the layers whose classes have attributes for what backward computes again.
+    recomputed: the layers of which backward computes something again, whose classes have attributes for that.
     """
     reserved = (*OF_MODEL, *{f"_{call.block}": 0 for call in program.layer_calls if program.is_between(call.block)})
     of_modules = set(dir(nn.Module()))

@@ -41,15 +41,15 @@ class Op:
         self.node, self.render, self.device, self.training = node, render, device, training
         target: Any = node.target
         self.schema: list[Any] = target._schema.arguments
-        self.given: dict[str, Any] = {
+        self.arguments: dict[str, Any] = {
             **{a.name: value for a, value in zip(self.schema, arguments(node), strict=False)},
             **node.kwargs,
         }
         for argument in self.schema:
-            default = argument.has_default_value() and _same(self.given.get(argument.name), argument.default_value)
+            default = argument.has_default_value() and _same(self.arguments.get(argument.name), argument.default_value)
             if default or argument.name in _WITHOUT_EFFECT:
-                self.given.pop(argument.name, None)
-        self.left = dict(self.given)
+                self.arguments.pop(argument.name, None)
+        self.left = dict(self.arguments)
 
     def take(self, name: str, default: Any = None) -> Any:
         """An argument, which the source then has."""
@@ -84,14 +84,14 @@ class Op:
         by_name = False
         for argument in self.schema:
             name = argument.name
-            by_name |= argument.kwarg_only or name not in self.given or (name == "dtype" and bool(texts))
+            by_name |= argument.kwarg_only or name not in self.arguments or (name == "dtype" and bool(texts))
             if name in self.left:
                 text = self.shown(name)
                 texts.append(f"{name}={text}" if by_name else text)
         if any(a.name == "device" for a in self.schema) and not node_inputs(self.node):
             dtype = info(self.node).dtype
             inferred = dtype == torch.float32 or not dtype.is_floating_point
-            texts += [] if "dtype" in self.given or inferred else [f"dtype={dtype}"]
+            texts += [] if "dtype" in self.arguments or inferred else [f"dtype={dtype}"]
             texts.append(f"device={self.device}")
         return ", ".join(texts)
 
@@ -159,7 +159,7 @@ def _call(op: Op, target: Any) -> Text:
         function = f"F.{name}"
     elif name.startswith("fft_"):
         function = f"torch.fft.{name.removeprefix('fft_')}"
-    elif isinstance(op.given.get("self"), fx.Node) and op.schema[0].name == "self" and hasattr(torch.Tensor, name):
+    elif isinstance(op.arguments.get("self"), fx.Node) and op.schema[0].name == "self" and hasattr(torch.Tensor, name):
         function = f"{op.operand(0)}.{name}"
     else:
         function = f"torch.{name}" if _is_of_schema(name) else _full_name(target)
@@ -180,11 +180,11 @@ def _instance_norm(op: Op) -> Text:
 
 
 def _interpolate(op: Op, mode: str) -> Text:
-    given = [op.shown("input")]
+    shown = [op.shown("input")]
     for name, argument in (("size", "output_size"), ("scale_factor", "scale_factors")):
         value = op.take(argument)
-        given += [] if value is None else [f"{name}={op.show(value)}"]
-    return call("F.interpolate", *given, f'mode="{mode}"', *op.named("align_corners"))
+        shown += [] if value is None else [f"{name}={op.show(value)}"]
+    return call("F.interpolate", *shown, f'mode="{mode}"', *op.named("align_corners"))
 
 
 def _index(op: Op) -> Text:
@@ -195,11 +195,11 @@ def _index(op: Op) -> Text:
 
 def convolution(op: Op) -> Text:
     """Strides and paddings that are the same in every dim are written once."""
-    given = [op.shown(name) for name in ("input", "weight", "bias") if name in op.left]
+    shown = [op.shown(name) for name in ("input", "weight", "bias") if name in op.left]
     for argument in op.schema:
         if argument.name in op.left:
             value = op.take(argument.name)
             same = isinstance(value, list | tuple) and len(set(map(int, value))) == 1
             text = literal(int(value[0])) if same else f'"{value}"' if isinstance(value, str) else op.show(value)
-            given.append(f"{argument.name}={text}")
-    return call(f"F.{op_name(op.node)}", *given)
+            shown.append(f"{argument.name}={text}")
+    return call(f"F.{op_name(op.node)}", *shown)

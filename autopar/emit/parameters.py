@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from torch import fx
 
-from ..ir.graph import EPILOGUE, PROLOGUE, Block, Call, Role, info, is_count
+from ..ir.graph import Block, Call, Role, info, is_count
 from ..placement import Kind
 from .emission import Emission
 from .text import attribute, quoted, sizes_text
@@ -36,7 +36,7 @@ def _buffer(e: Emission, node: fx.Node) -> str:
     if is_count(facts):
         value = f"torch.zeros({sizes_text(facts.shape)}, dtype={facts.dtype})"
         return f"self.register_buffer({quoted(facts.ref)}, {value}, persistent=False)  # the trainer sets it"
-    if is_statistic(e, node):  # a running mean, declared with its variance and count
+    if _is_among(e, node, e.program.mutated):  # a running mean, declared with its variance and count
         path, _, name = facts.ref.rpartition(".")
         declared = f"statistics(self, {quoted(path)}, {facts.shape[0]}, {facts.dtype})"
         return declared if name == "running_mean" else ""
@@ -44,21 +44,15 @@ def _buffer(e: Emission, node: fx.Node) -> str:
     return f"buffer(self, {quoted(facts.ref)}, {sizes_text(facts.shape)}, {facts.dtype}{kept})"
 
 
-def is_statistic(e: Emission, node: fx.Node) -> bool:
-    """Whether a buffer is a running mean or variance, which training changes."""
-    return _is_among(e, node, e.program.mutated)
-
-
 def _is_among(e: Emission, node: fx.Node, names: Collection[str]) -> bool:
+    """Whether some call reads a buffer under one of the names."""
     calls = [c for c in e.program.calls if node in e.program.blocks[c.block].placeholders()]
     return any(call.full_name(info(node).ref) in names for call in calls)
 
 
 def _tied_before(e: Emission, node: fx.Node) -> str | None:
     """The name under which a parameter of prologue or epilogue has been declared last, before this one."""
-    between = [c.block for c in e.program.layer_calls if e.program.is_between(c.block)]
-    blocks = [e.program.blocks[n] for n in (PROLOGUE, *between, EPILOGUE) if n in e.program.blocks]
-    declared = [n for block in blocks for n in block.placeholders(Role.PARAMETER)]
+    declared = [n for block in e.outside for n in block.placeholders(Role.PARAMETER)]
     if node not in declared:
         return None
     before = [info(n).ref for n in declared[: declared.index(node)]]

@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from ..errors import PlanError
-from ..ir.graph import Block, Call, Program, Role, info, node_inputs, set_info
+from ..ir.graph import Block, Call, Program, info, node_inputs, set_info
 from ..liveness.regions import gathered_order, is_random
 from ..placement import Strategy
 from ..plan.recompute import LAYER, RecomputeChoice, RecomputeRegion, by_layer, group_of, regions_of
@@ -18,8 +18,9 @@ from .body import Body
 from .code import Code, Statement, Suite, function, table
 from .emission import Emission, untold_sizes
 from .idioms import checkpointed, region_call
-from .layer_runs import Run, offset, parent
-from .names import value_name
+from .layer_runs import offset, parent
+from .lines import is_constant
+from .names import method_names
 from .roles import Roles
 from .sublayers import sublayers
 from .text import quoted, tuple_text
@@ -63,7 +64,7 @@ def recompute_argument(program: Program, block: str, layer: str) -> str:
 
 def constants(program: Program) -> list[Code]:
     """RECOMPUTE: layers, or layer → regions; GROUPS: the paths of each group's layers, gathered for it as one."""
-    groups = [_group_row(program, chosen) for chosen in program.recompute if chosen.group > 1]
+    groups = [_group_row(program, choice) for choice in program.recompute if choice.group > 1]
     code = [*_constant(program), table("GROUPS = (  # layers that are recomputed as one are one unit", groups)]
     return code if groups else code[:-1]
 
@@ -86,31 +87,31 @@ def _range(layers: Sequence[int]) -> str:
     return f"range({layers[0]}, {layers[-1] + 1})" if whole else str(list(layers))
 
 
-def _group_row(program: Program, chosen: RecomputeChoice) -> str:
-    paths = [call.path for call in program.layer_calls[chosen.start : chosen.stop]]
-    less = offset(program, Run(chosen.start, chosen.stop))
+def _group_row(program: Program, choice: RecomputeChoice) -> str:
+    paths = [call.path for call in program.layer_calls[choice.start : choice.stop]]
+    less = offset(program, choice.layers)
     if less is None:
-        groups = [tuple(paths[i : i + chosen.group]) for i in range(0, len(paths), chosen.group)]
+        groups = [tuple(paths[i : i + choice.group]) for i in range(0, len(paths), choice.group)]
         return f"*({', '.join(map(tuple_text, groups))},)"
-    path = f"{parent(program.layer_calls[chosen.start])}.{{i}}".lstrip(".")
-    firsts = f"range({chosen.start - less}, {chosen.stop - less}, {chosen.group})"
-    return f'*([f"{path}" for i in range(first, first + {chosen.group})] for first in {firsts})'
+    path = f"{parent(program.layer_calls[choice.start])}.{{i}}".lstrip(".")
+    firsts = f"range({choice.start - less}, {choice.stop - less}, {choice.group})"
+    return f'*([f"{path}" for i in range(first, first + {choice.group})] for first in {firsts})'
 
 
 def group_at(program: Program, layer: int) -> RecomputeChoice | None:
     """The range of groups that a layer is in."""
-    return next((chosen for chosen in program.recompute if chosen.group > 1 and layer in chosen.layers), None)
+    return next((choice for choice in program.recompute if choice.group > 1 and layer in choice.layers), None)
 
 
-def group_method(program: Program, chosen: RecomputeChoice) -> str:
+def group_method(program: Program, choice: RecomputeChoice) -> str:
     """The name of the method that computes a group of a range."""
     several = sum(other.group > 1 for other in program.recompute) > 1
-    return f"_layers_{chosen.start}" if several else "_layers"
+    return f"_layers_{choice.start}" if several else "_layers"
 
 
-def no_groups(chosen: RecomputeChoice) -> PlanError:
+def no_groups(choice: RecomputeChoice) -> PlanError:
     """The refusal of groups whose layers read or give values of different names."""
-    return PlanError(f"recompute: layers {chosen.start} to {chosen.stop - 1} are no groups: use 'layer' for them")
+    return PlanError(f"recompute: layers {choice.start} to {choice.stop - 1} are no groups: use 'layer' for them")
 
 
 def recomputed_text(program: Program, layers: Sequence[int]) -> list[str]:
@@ -142,8 +143,8 @@ def layer_forward(program: Program, block: str, arguments: Sequence[str]) -> lis
         return []
     parameters, layer = ["self", *arguments], f"self._layer({', '.join(arguments)})"
     if _by_region(program):
-        call = ", ".join([quoted(LAYER), "self._layer", *arguments])
-        return [function("forward", parameters, [Statement(f"self._recomputed({call})", returned=True)])]
+        parts = ", ".join([quoted(LAYER), "self._layer", *arguments])
+        return [function("forward", parameters, [Statement(f"self._recomputed({parts})", returned=True)])]
     call = f"return {checkpointed('self._layer', *arguments)}"
     chosen = Suite("if self._recompute and torch.is_grad_enabled():", [call])
     return [function("forward", parameters, [chosen, Statement(layer, returned=True)])]
@@ -183,15 +184,14 @@ class Outlined:
 
 def outlined(block: Block, regions: Sequence[RecomputeRegion], renamed: Mapping[str, str]) -> list[Outlined]:
     """The regions of a block with their ops; `renamed`: nodes that stand for others, by name."""
-    taken = {info(n).ref.partition(".")[0] for n in block.placeholders(Role.PARAMETER, Role.BUFFER)}
-    made: list[Outlined] = []
-    for region in regions:
+    parts: list[Outlined] = []
+    names = method_names(block, [f"_{region.name.replace(' ', '_')}" for region in regions])
+    for region, name in zip(regions, names, strict=True):
         ops = _ops(block, region, renamed)
         reads = [n for node in ops for n in node_inputs(node) if n not in ops]
-        values = tuple(dict.fromkeys(n for n in reads if info(n).role not in (Role.PARAMETER, Role.BUFFER)))
-        method = value_name(f"_{region.name.replace(' ', '_')}", {*taken, *(p.method for p in made)})
-        made.append(Outlined(region, method, ops, values))
-    return made
+        values = tuple(dict.fromkeys(n for n in reads if not is_constant(n)))
+        parts.append(Outlined(region, name, ops, values))
+    return parts
 
 
 def _ops(block: Block, region: RecomputeRegion, renamed: Mapping[str, str]) -> tuple[fx.Node, ...]:
@@ -236,11 +236,11 @@ class Outline:
 
     def roles(self, roles: Roles) -> Roles:
         """The roles of the source's values, for the nodes here."""
-        made = Roles(self.block, {})
-        made.names = {self.nodes[n]: name for n, name in roles.names.items() if n in self.nodes}
-        made.stream = {self.nodes[n] for n in roles.stream if n in self.nodes}
-        made.weights = {self.nodes[n] for n in roles.weights if n in self.nodes}
-        return made
+        copied = Roles(self.block, {})
+        copied.names = {self.nodes[n]: name for n, name in roles.names.items() if n in self.nodes}
+        copied.stream = {self.nodes[n] for n in roles.stream if n in self.nodes}
+        copied.weights = {self.nodes[n] for n in roles.weights if n in self.nodes}
+        return copied
 
     def named(self, names: Mapping[fx.Node, str]) -> Names:
         """Names of the source's nodes, for the nodes here."""
@@ -268,8 +268,8 @@ def _of_region(e: Emission, block: Block, region: Outlined, regions: Sequence[Ou
     """The methods of a region and of those within it; `known`: the names that values have where it is called."""
     within = [other for other in regions if region.has(other)]
     outline = Outline(block, within)
-    own = {outline.nodes[n] for n in region.ops if n in outline.nodes}
-    ops = [node for node in outline.block.ops if node in own]
+    inside = {outline.nodes[n] for n in region.ops if n in outline.nodes}
+    ops = [node for node in outline.block.ops if node in inside]
     inputs = outline.named({n: known[n] for n in region.reads})
     if untold_sizes(ops, inputs):
         raise PlanError(

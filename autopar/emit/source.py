@@ -131,14 +131,14 @@ def _plan_text(plan: Plan) -> str:
     layout = f" ({', '.join(names)})" if names else ""
     by = f" by {schedule}" if schedule != "none" else ""
     by += f" ({plan.virtual_stages} stages a rank)" if plan.virtual_stages > 1 else ""
-    again, chunks = summary(plan.activations.recompute, plan.pipeline.stages[-1][1]), plan.activations.loss_chunks
+    recomputed, chunks = summary(plan.activations.recompute, plan.pipeline.stages[-1][1]), plan.activations.loss_chunks
     return ", ".join(
         (
             f"{plan.mesh}{layout}",
             f"zero {plan.sharding.text()}",
             f"micro-batch {batch.micro_batch} × {plan.accumulation}{by}",
             *([f"{batch.tokens:,} tokens padded to {batch.sequence:,}"] if batch.padded else []),
-            f"recompute {'all layers' if again == 'full' else again}",
+            f"recompute {'all layers' if recomputed == 'full' else recomputed}",
             *([f"loss in {chunks} slices"] if chunks > 1 else []),
             compute.precision + (f" (gradients summed in {compute.reduce_dtype})" if compute.reduce_dtype else ""),
             *(["compiled layers"] if compute.compile else []),

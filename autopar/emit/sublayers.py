@@ -13,10 +13,9 @@ from ..ir.graph import Block, Role, info, node_inputs
 from .body import Body
 from .code import Statement, Suite, function, length, returning
 from .emission import Emission, untold_sizes
-from .names import value_name
+from .names import free_names, method_names
 from .placements import argument_shapes
 from .roles import ACTIVATIONS, ATTENTION, ATTENTIONS, HEAVY, MLP, NORMS, PROJECTIONS, SOFTMAX, Roles
-from .value_names import Names
 
 _LONG = 25  # lines of a body that is better read as several methods
 
@@ -30,13 +29,13 @@ class Sublayer:
 
     def results(self, block: Block) -> list[fx.Node]:
         """The values that later ops, or the readers of the block, take of it."""
-        own = set(self.ops)
-        return [n for n in self.ops if n in block.results or any(u not in own for u in n.users)]
+        inside = set(self.ops)
+        return [n for n in self.ops if n in block.results or any(u not in inside for u in n.users)]
 
     def reads(self) -> set[fx.Node]:
         """Values that come from before, and placeholders."""
-        own = set(self.ops)
-        return {operand for node in self.ops for operand in node_inputs(node) if operand not in own}
+        inside = set(self.ops)
+        return {operand for node in self.ops for operand in node_inputs(node) if operand not in inside}
 
 
 def sublayers(block: Block, roles: Roles) -> list[Sublayer]:
@@ -50,12 +49,8 @@ def sublayers(block: Block, roles: Roles) -> list[Sublayer]:
     if len(parts) > 1 and not any(n.target in HEAVY for n in parts[-1]):
         last = parts.pop()
         parts[-1] += last
-    taken = {info(n).ref.partition(".")[0] for n in block.placeholders(Role.PARAMETER, Role.BUFFER)}
-    made: list[Sublayer] = []
-    for part in parts:
-        name = value_name(_name(part, roles), {*taken, *(sublayer.name for sublayer in made)})
-        made.append(Sublayer(name, tuple(part)))
-    return made
+    names = method_names(block, [_name(part, roles) for part in parts])
+    return [Sublayer(name, tuple(part)) for name, part in zip(names, parts, strict=True)]
 
 
 def _ends(place: int, ops: Sequence[fx.Node], block: Block, roles: Roles) -> bool:
@@ -63,9 +58,9 @@ def _ends(place: int, ops: Sequence[fx.Node], block: Block, roles: Roles) -> boo
     node, done = ops[place], set(ops[: place + 1])
     if node not in roles.stream or len(node.users) == 1 and next(iter(node.users)).target in NORMS:
         return False
-    made = [n for n in ops[: place + 1] if info(n).requires_grad]
+    computed = [n for n in ops[: place + 1] if info(n).requires_grad]
     before = [n for n in block.placeholders(Role.VALUE) if n in roles.stream]
-    live = [n for n in (*made, *before) if any(u not in done and u.op != "output" for u in n.users)]
+    live = [n for n in (*computed, *before) if any(u not in done and u.op != "output" for u in n.users)]
     return live == [node]
 
 
@@ -85,9 +80,9 @@ def _name(part: Sequence[fx.Node], roles: Roles) -> str:
 
 def _reads_another(part: Sequence[fx.Node], roles: Roles) -> bool:
     """Whether a projection reads a value from outside that is not of the stream: an encoder's output."""
-    own = set(part)
-    outside = {n for node in part if node.target in PROJECTIONS for n in node_inputs(node) if n not in own}
-    outside |= {roles.maker(n) for node in part if node.target in PROJECTIONS for n in node_inputs(node)} - own
+    inside = set(part)
+    outside = {n for node in part if node.target in PROJECTIONS for n in node_inputs(node) if n not in inside}
+    outside |= {roles.maker(n) for node in part if node.target in PROJECTIONS for n in node_inputs(node)} - inside
     return any(info(n).role is Role.VALUE and info(n).requires_grad and n not in roles.stream for n in outside)
 
 
@@ -117,18 +112,11 @@ def sublayer_methods(e: Emission, block: Block, name: str) -> list[Suite]:
         inside = Body(e, block, inputs, part.ops, results)
         methods.append(inside.method(part.name))
         live = {node for later in parts[place + 1 :] for node in later.reads()} | set(block.results)
-        known |= _free_names(results, inside.result_names, {name for node, name in known.items() if node in live})
+        known |= free_names(
+            zip(results, inside.result_names, strict=True), {name for node, name in known.items() if node in live}
+        )
         call = f"self.{part.name}({', '.join(inputs.values())})"
         calls.append(Statement(call, tuple(known[node] for node in results)))
     returned = returning(calls, [known[node] for node in block.results])
     shapes = argument_shapes(names, e.plan.mesh.tp)
     return [function(name, ["self", *e.parameters(block)], returned, comment=shapes), *methods]
-
-
-def _free_names(nodes: Sequence[fx.Node], bases: Sequence[str], taken: set[str]) -> Names:
-    """Names like the bases, none of them taken."""
-    names: Names = {}
-    for node, base in zip(nodes, bases, strict=True):
-        names[node] = value_name(base, taken)
-        taken = taken | {names[node]}
-    return names

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import fx
@@ -11,7 +11,7 @@ from torch import fx
 from ..ir.custom import LINEAR_CROSS_ENTROPY
 from ..ir.graph import TABLES, Block, Call, Program, Role, arguments, info, node_inputs, op_name
 from .lines import Lines
-from .names import argument_name, value_name
+from .names import argument_name, free_names, value_name
 from .roles import ACTIVATIONS, ATTENTIONS, HEAVY, NORMS, SOFTMAX, Roles
 
 aten = torch.ops.aten
@@ -157,7 +157,9 @@ def value_names(program: Program) -> dict[str, str]:
     others = [call for call in program.calls if call.block != TABLES]
     names: dict[str, str] = {}
     for call in tables:
-        names |= _free(zip(call.outputs, _names_inside(program, call, names), strict=True), inputs | {*names.values()})
+        names |= free_names(
+            zip(call.outputs, _names_inside(program, call, names), strict=True), inputs | {*names.values()}
+        )
     last_use = {value: place for place, call in enumerate(others) for value in call.inputs}
     last_use |= dict.fromkeys(names, len(others))
     inside: dict[str, list[str]] = {}
@@ -166,15 +168,7 @@ def value_names(program: Program) -> dict[str, str]:
         inside[call.block] = bases
         brief = [last_use.get(value, -1) <= place + 1 for value in call.outputs]
         taken = inputs | {names[value] for value in names if last_use.get(value, -1) > place}
-        names |= _free(zip(call.outputs, _names_outside(program, call, bases, brief), strict=False), taken)
-    return names
-
-
-def _free(bases: Iterable[tuple[str, str]], taken: set[str]) -> dict[str, str]:
-    """Value → a name like its base, none of them taken or given twice."""
-    names: dict[str, str] = {}
-    for value, base in bases:
-        names[value] = value_name(base, {*taken, *names.values()})
+        names |= free_names(zip(call.outputs, _names_outside(program, call, bases, brief), strict=False), taken)
     return names
 
 

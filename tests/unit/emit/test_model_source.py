@@ -21,6 +21,7 @@ from autopar.emit.source import load_source
 from autopar.ir.graph import Role, info
 from autopar.ir.ops import is_collective
 from autopar.plan.recompute import RecomputeChoice, whole_layers
+from autopar.runtime.compiled import _is_whole
 from tests import models
 from tests.unit.emit import handwritten_llama
 from tests.unit.emit.declared import undeclared
@@ -62,6 +63,16 @@ RECOMPUTE = {
 def test_golden_with_recompute(name: str, golden: Callable[[str, str], None]) -> None:
     model, options, recompute = RECOMPUTE[name]
     golden(f"emit/{model}-recompute-{name}.py", emitted(model, recompute=recompute, **options).source)  # type: ignore[arg-type]
+
+
+def test_methods_with_parts_that_are_recomputed_are_not_compiled_whole() -> None:
+    """The runtime knows them by the names that they call."""
+    model, options, recompute = RECOMPUTE["mixed"]
+    program = load_source(emitted(model, recompute=recompute, **options).source)  # type: ignore[arg-type]
+    layer = program.LlamaDecoderLayer
+    whole = {name: _is_whole(method) for name, method in vars(layer).items() if inspect.isfunction(method)}
+    parts = {name: value for name, value in whole.items() if name in ("_attention", "_activation")}
+    assert parts and all(parts.values()) and not any(whole[name] for name in ("forward", "_layer", "_recomputed"))
 
 
 OTHERS = {
