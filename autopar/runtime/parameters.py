@@ -5,7 +5,7 @@ Parameters are declared on the meta device: as DTensors over the tp axis where i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -85,6 +85,18 @@ def materialise(module: nn.Module, prefix: str, value: Value) -> None:
             if b.device.type == "meta":
                 filled = value(dot + leaf, b.shape).to(device=current().device, dtype=b.dtype, copy=True)
                 setattr(owner, leaf, filled)  # it stays persistent or not
+
+
+def unused(rows: Sequence[tuple[Any, ...]], value: Value) -> nn.Module:
+    """Parameters and buffers that the loss never reads: the first stage keeps them, to be saved."""
+    kept = nn.Module()
+    for name, shape, *dtype in rows if current().rank("pp") == 0 else ():
+        if dtype:
+            buffer(kept, name, shape, dtype[0], persistent=True)
+        else:
+            parameter(kept, name, shape, frozen=True)
+    materialise(kept, "", value)
+    return kept
 
 
 def _filled(p: Tensor, value: Tensor, name: str) -> Tensor:

@@ -6,7 +6,7 @@ import inspect
 import math
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
@@ -23,8 +23,15 @@ from .data import padded
 from .data_parallel import distribute, full, local_part
 from .folders import Manifest, find_checkpoint, refuse_later, write_folder
 from .mesh import init_mesh
-from .optimizer import LeftOut, Optimizer, Tied, clip_factor, scale_gradients, square_sum
-from .parameters import Value, buffer, kept_buffers, materialise, parameter, update_statistics
+from .optimizer import (
+    LeftOut,
+    Optimizer,
+    Tied,
+    clip_factor,
+    scale_gradients,
+    square_sum,
+)
+from .parameters import kept_buffers, unused, update_statistics
 from .pipeline import Batch, make_run
 from .precision import (
     LossScale,
@@ -110,7 +117,7 @@ class Trainer:
         ]
         for model in self.models if self.settings.compile else ():
             compile_layers(model, program.LAYERS)
-        parts = (*self.models, self._unused(program.UNUSED, value))
+        parts = (*self.models, unused(program.UNUSED, value))
         self.parameters = by_name(parts)
         self.buffers = {name: b for part in parts for name, b in kept_buffers(part).items()}
 
@@ -230,17 +237,6 @@ class Trainer:
         dist.all_gather_object(stages, own, group=self.mesh.group("pp"))
         spread = {name for name in self.names.wholes if sum(name in stage for stage in stages) > 1}
         return {part: fused in own for part, (fused, *_) in self.names.parts.items() if fused in spread}
-
-    def _unused(self, rows: Sequence[tuple[Any, ...]], value: Value) -> nn.Module:
-        """Parameters and buffers that the loss never reads: the first stage keeps them, to be saved."""
-        kept = nn.Module()
-        for name, shape, *dtype in rows if self.mesh.rank("pp") == 0 else ():
-            if dtype:
-                buffer(kept, name, shape, dtype[0], persistent=True)
-            else:
-                parameter(kept, name, shape, frozen=True)
-        materialise(kept, "", value)
-        return kept
 
     def _check_sizes(self, batch: Batch) -> None:
         planned = self.settings
