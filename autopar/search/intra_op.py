@@ -140,7 +140,10 @@ class _Search:
         return [REPLICATE, GRAD_PARTIAL, *self.axis.shards(facts), PARTIAL]
 
     def _is_residual(self, block: Block, node: fx.Node) -> bool:
-        """A sum of two activations shaped like the values between layers, not a bias."""
+        """A sum of two activations shaped like the values between layers, not a bias, nor of two products.
+
+        Two products (attention and MLP side by side, routed and shared experts) are added before they are reduced.
+        """
         operands = [info(n) for n in node_inputs(node)]
         hidden = {info(n).shape for n in block.placeholders(Role.VALUE) if info(n).requires_grad}
         return (
@@ -148,6 +151,7 @@ class _Search:
             and len(operands) == 2
             and all(o.requires_grad and o.role is not Role.PARAMETER for o in operands)
             and all(o.shape in hidden for o in operands)
+            and not all(map(_is_product, node_inputs(node)))
         )
 
     # constraints
@@ -237,6 +241,14 @@ def _weight_size(node: fx.Node) -> int:
         return 0
     weights = [info(n).shape for n in node_inputs(node) if info(n).role is Role.PARAMETER]
     return sum(int(sympy.Mul(*shape)) for shape in weights)
+
+
+def _is_product(node: fx.Node) -> bool:
+    """Whether a value is what a product gives, through views, and sums with biases or other products."""
+    kind = rule_of(node).kind if node.op == "call_function" else ""
+    if node.target is torch.ops.aten.add.Tensor:
+        return all(info(n).role is Role.PARAMETER or _is_product(n) for n in node_inputs(node))
+    return _is_product(node_inputs(node)[0]) if kind == "view" and node_inputs(node) else kind in ("matmul", "experts")
 
 
 def _preferred(options: list[Strategy], placements: tuple[Placement, ...]) -> list[Strategy]:

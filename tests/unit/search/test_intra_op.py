@@ -359,3 +359,25 @@ def test_widths_that_megatron_cannot_divide_are_infeasible() -> None:
 def test_a_sequence_that_does_not_divide_is_named() -> None:
     with pytest.raises(InfeasibleError, match="over 3: .*; nor is the sequence of 4096"):
         _solve(gpt()[1], MEGATRON_SP, tp=3)
+
+
+def test_two_products_are_added_before_they_are_reduced() -> None:
+    """Routed and shared experts, attention and MLP side by side: their sum is no residual one, and reduced once."""
+    g = _Builder()
+    ups = [g.op(aten.gelu.default, g.linear(g.x, name, 8), width=8) for name in ("up", "other_up")]
+    both = g.op(aten.add.Tensor, *(g.linear(up, name) for up, name in zip(ups, ("down", "other_down"), strict=True)))
+    program = g.program(g.op(aten.add.Tensor, g.x, both))
+    strategies = solve(program, AXIS, TIME, MEGATRON).strategies["Layer"]
+    assert strategies[both.name] == Strategy((PARTIAL, PARTIAL), PARTIAL)
+    assert strategies["add_tensor_1"].output == REPLICATE
+
+
+def test_a_layout_leaves_small_products_to_the_costs() -> None:
+    """A router beside large products: whole where a gather of its scores costs more than what dividing it saves."""
+    g = _Builder()
+    scores = g.op(aten.softmax.int, g.linear(g.x, "router", 2), -1, width=2)  # type: ignore[arg-type]
+    h = g.op(aten.gelu.default, g.linear(g.x, "up", 600), width=600)
+    down = g.linear(h, "down", 2)
+    program = g.program(g.linear(g.op(aten.mul.Tensor, scores, down, width=2), "out"))
+    strategies = solve(program, AXIS, TIME, MEGATRON).strategies["Layer"]
+    assert not strategies["router"].output.is_shard and strategies["up"].output.is_shard
