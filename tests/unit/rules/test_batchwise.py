@@ -9,7 +9,7 @@ import torch
 
 from autopar.ir.graph import MODEL
 from autopar.rules import DataAxis, TensorAxis, has_rule, is_known, rule_of, strategies
-from autopar.rules.batchwise import is_batchwise
+from autopar.rules.batchwise import _op, is_batchwise
 from tests.passes.programs import read
 
 DATA = DataAxis()
@@ -51,3 +51,16 @@ def test_a_trial_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_batchwise(node)
     monkeypatch.setattr(torch, "allclose", None)
     assert is_batchwise(op("  y: [b, s, 3] = cdist(x, w, 1.0)"))
+
+
+def test_a_trial_is_of_the_op_alone() -> None:
+    """Not of the names around it, nor of one that another model had, with the gradients of other operands."""
+    text = (
+        "block model:\n  x: [b, s, 8] = value 0\n  w: [3, 8] = {kind} w\n"
+        "  {name}: [b, s, 3] = cdist(x, w)\n  return {name}"
+    )
+    trained, renamed, fixed = (
+        _op(read(text.format(kind=kind, name=name)).blocks[MODEL].ops[-1])
+        for kind, name in (("parameter", "y"), ("parameter", "z"), ("buffer", "y"))
+    )
+    assert trained == renamed != fixed
