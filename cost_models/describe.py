@@ -1,7 +1,6 @@
 """Program + solution → ModelCosts: what each block computes, moves and keeps on one tp rank, as formulas.
 
-FLOPs and bytes follow from each op's rule: the product of its factors' sizes, its operands and result, and
-what its GPU kernel saves for backward (not what a CPU or meta trace saves: other kernels).
+What is kept is what the ops' GPU kernels save for backward (not what a CPU or meta trace saves: other kernels).
 """
 
 from __future__ import annotations
@@ -14,12 +13,11 @@ import sympy
 import torch
 from torch import fx
 
-from autopar.cost_models.attention import needed_share, pairs
 from autopar.cost_models.boundary_values import boundary_values, constants, once_per_stage
-from autopar.cost_models.dgrad_wgrad import dgrad_wgrad, keeps_gradient
 from autopar.cost_models.fusion import fused
-from autopar.cost_models.layer_costs import CHUNKS, LayerCosts, ModelCosts, OpCost, Transfer
-from autopar.cost_models.logits import head_costs, logits_cost
+from autopar.cost_models.layer_costs import CHUNKS, LayerCosts, ModelCosts, Transfer
+from autopar.cost_models.logits import logits_cost
+from autopar.cost_models.op_costs import keeps_gradient, op_costs
 from autopar.cost_models.recompute import PlacedTransfer, largest, recompute_costs
 from autopar.cost_models.transfers import context_transfers, conversion_transfers, op_transfers, parameter_transfers
 from autopar.ir.custom import LINEAR_CROSS_ENTROPY
@@ -28,11 +26,9 @@ from autopar.ir.graph import (
     PROLOGUE,
     TABLES,
     Block,
-    NodeInfo,
     Program,
     Role,
     Shape,
-    arguments,
     info,
     is_count,
     node_inputs,
@@ -44,47 +40,12 @@ from autopar.ir.values import chains
 from autopar.liveness.saved import Saved, local_bytes, numel, tensor_bytes
 from autopar.placement import Placement, Strategy
 from autopar.plan.plan import Solution
-from autopar.rules import Axis, Rule, TensorAxis, rule_of
+from autopar.rules import Axis, TensorAxis, rule_of
 from autopar.rules.data_axis import is_batch_statistic
 from autopar.rules.spread import DataTypes, data_types
 
 aten = torch.ops.aten
 _ZERO = sympy.Integer(0)
-
-
-def op_cost(node: fx.Node, strategy: Strategy, rule: Rule, tp: int) -> OpCost:
-    """One op under one strategy, on one rank. Backward of a matmul is two of the same size."""
-    operands = [info(n) for n in node_inputs(node)]
-    result = info(node)
-    sharded = strategy.output.is_shard or any(p.is_shard for p in strategy.inputs)
-    flops = _flops(operands, result, rule, node) / (tp if sharded else 1)
-    read = [local_bytes(o, p, tp) for o, p in zip(operands, strategy.inputs, strict=True)]
-    written = local_bytes(result, strategy.output, tp)
-    forward = sympy.Add(*read) + written
-    gradients = [r for r, o in zip(read, operands, strict=True) if o.requires_grad]
-    backward = forward + sympy.Add(*gradients) if result.requires_grad else _ZERO
-    if (logits := logits_cost(node, strategy, tp)) is not None:
-        forward, backward = logits.forward_bytes, logits.backward_bytes if result.requires_grad else _ZERO
-    if rule.kind == "view" or node.target is aten.to.dtype and not result.requires_grad:
-        forward, backward = _ZERO, _ZERO
-    factor = {"matmul": 2, "experts": 2, "opaque": 2, "attention": sympy.Rational(5, 2)}.get(rule.kind, 0)
-    return OpCost(
-        name=node.name,
-        kind={"view": "memory", "experts": "matmul", "opaque": "matmul"}.get(rule.kind, rule.kind),
-        forward_flops=flops,
-        forward_bytes=forward,
-        backward_flops=factor * flops if result.requires_grad else _ZERO,
-        backward_bytes=backward,
-        sharded=sharded,
-        dgrad_wgrad=dgrad_wgrad(node, rule),
-        needed=needed_share(node),
-    )
-
-
-def op_costs(node: fx.Node, strategy: Strategy, rule: Rule, tp: int) -> tuple[OpCost, ...]:
-    """An op as the kernels that it is made of: a head with its loss is a product and passes over its logits."""
-    cost = op_cost(node, strategy, rule, tp)
-    return head_costs(node, strategy, cost, tp) if node.target is LINEAR_CROSS_ENTROPY else (cost,)
 
 
 def describe(
@@ -253,26 +214,6 @@ def _accumulated(node: fx.Node, strategy: Strategy, tp: int) -> sympy.Expr:
     rows = info(node_inputs(node)[0])
     bytes_each = max(4, rows.dtype.itemsize) + rows.dtype.itemsize
     return numel(rows.shape) * bytes_each / (tp if strategy.inputs[0].is_shard else 1)
-
-
-def _flops(operands: list[NodeInfo], result: NodeInfo, rule: Rule, node: fx.Node) -> sympy.Expr:
-    if rule.kind == "opaque":
-        return int(arguments(node)[4]) * numel(operands[0].shape[:-1])
-    if rule.kind == "experts":
-        _, index, _, gate = operands[:4]
-        return 2 * 3 * numel(index.shape) * numel(gate.shape[1:])
-    if rule.kind not in ("matmul", "attention"):
-        return _ZERO
-    sizes: dict[str, sympy.Expr] = {}
-    for facts, dims in zip([*operands, result], [*rule.inputs, rule.output], strict=True):
-        for size, factor in zip(facts.shape, dims, strict=True):
-            if factor is not None:
-                sizes.setdefault(factor, size)
-    if rule.kind == "matmul":
-        return 2 * numel(tuple(sizes.values()))
-    # Two products, over e and over f.
-    each = sizes["b"] * operands[0].shape[1] * (sizes["e"] + sizes["f"])
-    return 2 * each * pairs(node, sizes["s"], sizes["t"])
 
 
 def _local_numel(shape: Shape, placement: Placement, axis: Axis) -> int:

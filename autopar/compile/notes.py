@@ -9,8 +9,8 @@ from collections.abc import Callable
 import sympy
 from torch import fx
 
-from ..cost_models.describe import op_cost
 from ..cost_models.layer_costs import OpCost
+from ..cost_models.op_costs import op_cost
 from ..ir.custom import OPAQUE
 from ..ir.graph import B, Program, S, arguments, info, node_inputs, op_name
 from ..ir.reads import unread_parameters

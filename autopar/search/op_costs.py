@@ -12,9 +12,9 @@ from torch import fx
 
 from ..cost_models.block import op_time_s
 from ..cost_models.collectives import axis_group, collective_time_s
-from ..cost_models.describe import op_cost
 from ..cost_models.hardware import Hardware
 from ..cost_models.layer_costs import Transfer
+from ..cost_models.op_costs import op_cost
 from ..cost_models.transfers import conversion_transfers, op_transfers, parameter_transfers
 from ..ir.graph import B, NodeInfo, S, info
 from ..liveness.saved import tensor_bytes

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from autopar.cost_models.describe import op_costs
 from autopar.cost_models.logits import logits_cost
+from autopar.cost_models.op_costs import op_costs
 from autopar.ir.custom import LINEAR_CROSS_ENTROPY
 from autopar.ir.graph import NodeInfo, Role, set_info
 from autopar.placement import REPLICATE, Strategy

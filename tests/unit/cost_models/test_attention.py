@@ -9,7 +9,7 @@ import sympy
 import torch
 from torch import fx
 
-from autopar.cost_models.attention import needed_share, pairs
+from autopar.cost_models.op_costs import needed_share, pairs
 from autopar.ir.graph import NodeInfo, S, set_info
 from autopar.ir.ops import gathered_attention, ring_attention
 from autopar.runtime.tiles import Layout, ring_tiles, whole_tiles
