@@ -31,7 +31,7 @@ class Statement:
 
     @property
     def before(self) -> str:
-        """What stands in front of the value."""
+        """The source in front of the value: "q, k = ", "return " or nothing."""
         return "return " if self.returned else f"{', '.join(self.targets)} = " if self.targets else ""
 
     @property

@@ -78,7 +78,7 @@ def _written(values: Any) -> dict[str, Any]:
 
 
 def _data_settings(e: Emission) -> list[str]:
-    """What the default data must know: the number of token ids, and whether the model shifts labels itself."""
+    """The settings that the default data needs: the number of token ids, and whether the model shifts labels itself."""
     if PROLOGUE not in e.program.blocks:
         return []
     for node in e.program.blocks[PROLOGUE].ops:

@@ -1,4 +1,4 @@
-"""What the writers of model.py share: the program, its plan, the names and the roles of its values."""
+"""The state that the writers of model.py share: the program, its plan, the names and the roles of its values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .value_names import Names, block_arguments, value_names
 
 @dataclass(frozen=True)
 class Predicted:
-    """What the cost model says of the plan, for the header and the log; `mfu` of 1, `peak_bytes` of the fullest GPU.
+    """The predictions of the cost model for header and log; `mfu` of 1, `peak_bytes` of the fullest GPU.
 
     unit: what the plan is spread over, "GPU" or "process" of a CPU.
     """
@@ -85,12 +85,12 @@ class Emission:
 
 
 def sizes_in(ops: Sequence[fx.Node]) -> set[Any]:
-    """Those of the sizes `b` and `s` that are arguments of the ops."""
+    """The sizes among `b` and `s` that some op takes as an argument."""
     return _symbols([argument for node in ops for argument in (*node.args, *node.kwargs.values())]) & {B, S}
 
 
 def untold_sizes(ops: Sequence[fx.Node], arguments: Collection[fx.Node]) -> list[Any]:
-    """Those of `b` and `s` that the ops need and the shape of no argument tells: they are arguments themselves."""
+    """The sizes among `b` and `s` that the ops need and no argument's shape has: a method takes them too."""
     known = {symbol for node in arguments for symbol in dims_of(info(node).shape)}
     return [size for size in (B, S) if size in sizes_in(ops) - known]
 

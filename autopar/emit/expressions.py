@@ -62,7 +62,7 @@ def _sizes(op: Op) -> Text:
 
 
 def _new(fill: str) -> Writer:
-    """new_ones, new_zeros, new_full: the dtype is the node's."""
+    """A writer of new_ones, new_zeros or new_full, with the dtype that the op's value has."""
 
     def write(op: Op) -> Text:
         op.take("self")

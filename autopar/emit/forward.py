@@ -39,7 +39,7 @@ def _read(e: Emission, call: Call, size: Callable[[Any], str], device: str) -> l
 
 
 def _size(e: Emission, symbol: Any) -> str:
-    """`b` or `s` by an input of the model, which has the whole sequence."""
+    """The source of `b` or `s`, by an input of the model, which has the whole sequence."""
     dims = ((name, facts.shape, dims_of(facts.shape)) for name, facts in e.program.inputs.items())
     name, shape, dim = next((name, shape, of_name[symbol]) for name, shape, of_name in dims if symbol in of_name)
     return size_from(f"{name}.shape[{dim}]", shape[dim], symbol)
@@ -62,7 +62,7 @@ def _call_of(e: Emission, block: str, method: str) -> list[Statement]:
 
 
 def _first_values(e: Emission) -> list[Code]:
-    """What the first layer reads: of the first stage the prologue's values, of others those that they receive."""
+    """The lines that give the first layer its values: the prologue on the first stage, unpacking on the others."""
     prologue = _call_of(e, PROLOGUE, "_prologue")
     if e.alone:
         return [*prologue]
@@ -76,7 +76,7 @@ def _first_values(e: Emission) -> list[Code]:
 
 
 def _return_sent(e: Emission) -> list[Code]:
-    """What stages but the last return; where they differ, by the layer they end at."""
+    """The returns of all stages but the last, with an `if` by the layer a stage ends at where they differ."""
     names = {stage.stop: ", ".join(e.names[v] for v in stage.sends) for stage in e.program.stages[:-1]}
     if len(set(names.values())) <= 1:
         return [Statement(sent, returned=True) for sent in dict.fromkeys(names.values())]

@@ -58,7 +58,7 @@ def _attention_over_cp(node: fx.Node, render: Render) -> Text:
 
 
 def _head_of(source: str) -> str:
-    """Of fewer K/V heads than ranks of tp, the one that a rank's query heads read."""
+    """The source of the one K/V head that a rank's query heads read, where there are fewer than ranks of tp."""
     return f'head_of({source}, axis="tp")'
 
 
@@ -121,7 +121,7 @@ def _linear_cross_entropy(op: Op) -> Text:
 
 
 def _batch_norm(op: Op) -> Text:
-    """With the statistics of its samples: those of all replicas, by the runtime."""
+    """Batch norm in training, by the runtime: its statistics are those of the samples of all replicas."""
     op.take("cudnn_enabled")
     if not op.take("training"):
         return by_name(op)

@@ -85,7 +85,7 @@ class Idioms:
 
 @dataclass(frozen=True)
 class _Rotation:
-    """x · cos + turned(x) · sin. `dim`: where cos and sin get a dim of 1 first, or None."""
+    """x · cos + rotated(x) · sin. `dim`: where cos and sin get a dim of 1 first, or None."""
 
     x: fx.Node
     cos: fx.Node
@@ -148,7 +148,7 @@ def _rotated(node: fx.Node) -> tuple[fx.Node, str] | None:
 
 
 def _joined(node: fx.Node) -> tuple[list[fx.Node], str]:
-    """What is joined along the last dim, and how: halves by cat, or neighbours by a stack that is flattened."""
+    """The values that an op joins along the last dim, and how: halves by cat, or pairs by a stack that is flattened."""
     last = len(info(node).shape) - 1
     if node.target is aten.cat.default:
         return (node_inputs(node), "halves") if [*arguments(node)[1:], 0][0] in (-1, last) else ([], "")

@@ -70,5 +70,5 @@ def layers_text(program: Program, run: range) -> str:
 
 
 def lists(program: Program) -> list[str]:
-    """Where the layers are: the paths of their lists."""
+    """The paths of the lists that have the layers."""
     return list(dict.fromkeys(parent(c) for c in program.layer_calls if not program.is_between(c.block)))

@@ -104,7 +104,7 @@ def class_names(program: Program) -> dict[str, str]:
 
 
 def _place(block: str, layers: Sequence[Call]) -> str:
-    """Where some of the layers of one class of the model are: "EncoderFirst", "Encoder"; "" where nothing tells."""
+    """The place of a block among the layers of its class: "EncoderFirst", "Encoder"; "" where no place is its own."""
     path, *more = {parent(call): 0 for call in layers if call.block == block}
     if more:
         return ""

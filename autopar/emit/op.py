@@ -1,4 +1,4 @@
-"""An op while it is written: which of its arguments the source has, which are left, and its public name.
+"""One op on its way to source: the arguments that are still to be written, and the op's public name.
 
 A method of a tensor, or a function of torch, takes what its op takes: both are made from one schema. Functions of
 torch.nn.functional are written in Python, with arguments of their own: those that agree are listed.
@@ -35,7 +35,7 @@ _WITHOUT_EFFECT = ("memory_format", "cudnn_enable", "cudnn_enabled", "non_blocki
 
 
 class Op:
-    """An op while it is written. `left`: arguments not at their default that no text has yet, by name."""
+    """One op on its way to source. left: arguments by name that differ from their defaults and are not written."""
 
     def __init__(self, node: fx.Node, render: Render, device: str, training: str) -> None:
         self.node, self.render, self.device, self.training = node, render, device, training
@@ -60,7 +60,7 @@ class Op:
         return self.show(self.take(name))
 
     def named(self, *names: str) -> list[str]:
-        """Those of these arguments that are left, by name: "scale=0.5"."""
+        """The source of these arguments by name, "scale=0.5", leaving out those that are at their defaults."""
         return [f"{name}={self.shown(name)}" for name in names if name in self.left]
 
     def operand(self, position: int, precedence: int = ATOM) -> str:

@@ -135,7 +135,7 @@ def _placement(facts: NodeInfo, tp: int) -> str:
 
 
 def _note(node: fx.Node) -> str:
-    """What a shard of a weight means for the matmul that reads it, or that tp sums the gradient of the parameter."""
+    """A note on a parameter: which kind of product its shards make, or that tp sums its gradient."""
     facts = info(node)
     if facts.role is not Role.PARAMETER:
         return ""

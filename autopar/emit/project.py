@@ -195,7 +195,7 @@ def save_opaque(folder: Path, packed: bytes) -> None:
 
 
 def _kept(module: nn.Module) -> Any:
-    """What is saved of a module: of a Function its class, for `Applied` is another class in the saved runtime."""
+    """The module as it is pickled: a Function as its class, for `Applied` is another class in the saved runtime."""
     return module.function if isinstance(module, Applied) else module
 
 

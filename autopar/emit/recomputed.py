@@ -1,4 +1,4 @@
-"""What backward computes again, in model.py: its constants, the layers that are told of it, and calls of checkpoint."""
+"""Recomputation in model.py: its constants, the arguments of layers, and the methods that call checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the values of a block are: query and key, gate and up, the residual stream, a branch of it.
+"""The roles of a block's values: query and key, gate and up, the residual stream, a branch of it.
 
 A role starts where it shows (the second operand of attention is a key) and goes back through ops that keep what
 a value is (views, casts, collectives, a bias, a rotation) to the op that makes it.
@@ -108,7 +108,7 @@ class Roles:
         return dresses and len(before) == 1 and len(before[0].users) == 1
 
     def _as_read(self, node: fx.Node, user: fx.Node) -> str:
-        """What `user` takes `node` for."""
+        """The role that `node` has for its reader `user`, or ""."""
         if user.op == "output":
             return self.results.get(node, "")
         operands = node_inputs(user)

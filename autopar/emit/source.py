@@ -140,7 +140,7 @@ def _plan_text(plan: Plan) -> str:
             *([f"{batch.tokens:,} tokens padded to {batch.sequence:,}"] if batch.padded else []),
             f"recompute {'all layers' if recomputed == 'full' else recomputed}",
             *([f"loss in {chunks} slices"] if chunks > 1 else []),
-            compute.precision + (f" (gradients summed in {compute.reduce_dtype})" if compute.reduce_dtype else ""),
+            compute.text(),
             *(["compiled layers"] if compute.compile else []),
             plan.optimizer.name,
         )

@@ -1,4 +1,4 @@
-"""What values are called: those of the lines of a body, and those that pass between calls of blocks."""
+"""Names of values: of the lines of a body, and of what passes between calls of blocks."""
 
 from __future__ import annotations
 

@@ -113,6 +113,10 @@ class Compute:
         PRECISIONS, "in which replicas sum gradients: fp32, or the compute dtype", default=None, rare=True
     )
 
+    def text(self) -> str:
+        """bf16, bf16 (gradients summed in fp32): as the header of model.py shows it."""
+        return self.precision + (f" (gradients summed in {self.reduce_dtype})" if self.reduce_dtype else "")
+
     @property
     def half(self) -> bool:
         """Whether forward and backward compute in 16 bits, with fp32 masters."""
