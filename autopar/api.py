@@ -17,6 +17,7 @@ import sympy
 import torch
 from torch import nn
 
+from .compile.cache import remembered
 from .compile.compiler import compile_program, prepare
 from .compile.notes import explain_notes, table_notes, warn_unknown
 from .compile.solutions import Solutions, models_of, solve_layouts, with_placements
@@ -64,6 +65,7 @@ def parallelize(
     precision: str | None = None,
     compile: bool = False,
     batch_norm: str = "refuse",
+    cache: str | bool | None = None,
     **pins: Any,
 ) -> Parallelized:
     """The fastest plan for training `model` on `gpus` GPUs within `memory` bytes each, and its program.
@@ -75,6 +77,8 @@ def parallelize(
     pad_to_multiple_of: the program pads samples of `sequence` tokens to the next multiple, and computes the same loss.
     compile=True: the layers run under torch.compile.
     batch_norm="synchronise": its statistics are those of all replicas' samples, in one micro-batch; else refused.
+    cache: traced programs are kept in ~/.cache/autopar: of unmodified Hugging Face models always, of others under a
+    name that you change whenever the model's code, its loss or values that forward reads change; False: never.
     pins fix choices of the search, forbid={"zero": [3]} bans some:
     {pins}
     Raises PlanError (a ValueError) naming what is wrong, where, and the way out.
@@ -92,8 +96,8 @@ def parallelize(
     )  # fmt: skip
     check_choices(chosen, job.cluster, sequence=job.batch.tokens, **together)
     check_positions(job.model, job.inputs, job.batch.sequence, asked_length(job.batch))
-    with progress(f"tracing {job.name}") as so_far, layers_watched(type(job.model), so_far.at_layer):
-        program = prepare(job.model, job.inputs, job.compute.precision, job.batch_norm, dump_folder())
+    settings = (job.compute.precision, job.batch_norm)
+    program = remembered(lambda: _traced(job), job.model, job.inputs, settings, cache)
     check_layers(program, job, chosen)
     illegal = illegal_sizes(program, job, chosen)
     if job.batch.padded:
@@ -106,6 +110,11 @@ def parallelize(
         models = models_of(job, program, solutions, chosen)
     result = search_job(job, program, models, chosen, illegal | unsolved)
     return Parallelized(job, program, solutions, result)
+
+
+def _traced(job: Job) -> Program:
+    with progress(f"tracing {job.name}") as so_far, layers_watched(type(job.model), so_far.at_layer):
+        return prepare(job.model, job.inputs, job.compute.precision, job.batch_norm, dump_folder())
 
 
 def estimate(model: nn.Module | Callable[[], nn.Module], gpus: int | Cluster | None = None, **kwargs: Any) -> Estimate:

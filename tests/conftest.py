@@ -1,5 +1,7 @@
-"""Loaded before any test: one thread before anything computes, `--update-goldens`, and cases that take turns."""
+"""Loaded before any test: one thread before anything computes, no cache of programs but where a test asks for one,
+`--update-goldens`, and cases that take turns."""
 
+import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +13,8 @@ from tests.harness import assert_golden
 
 # Before all else: a child forked from a parent whose matmuls ran on several threads hangs in its first one.
 torch.set_num_threads(1)
+
+os.environ["AUTOPAR_CACHE"] = "off"  # the tests of the trace are to trace
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
