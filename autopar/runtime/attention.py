@@ -30,7 +30,7 @@ def ring_attention(
     """q [b, h, s/c, e], k [b, g, s/c, e], v [b, g, s/c, f] of this rank, g dividing h → [b, h, s/c, f].
 
     K and V, of g heads, go around the ring of ranks, each block while attention to the one before is computed;
-    backward they go around again, and their gradients (in fp32 at least) with them. `window`: a row sees its own
+    backward they go around once more, and their gradients (in fp32 at least) with them. `window`: a row sees its own
     and the window − 1 keys before it, which needs `is_causal`. No dropout, and no second derivative.
     """
     size = current().size(axis)
@@ -73,17 +73,17 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: str, layout: Layout, whole: bool, scale: float | None
     ) -> Tensor:
-        size, rank, own = layout.size, current().rank(axis), [k.contiguous(), v.contiguous()]
-        steps, passed = [whole_tiles(layout, rank)], [0]  # how often each rank's block is passed on
+        size, rank, this_block = layout.size, current().rank(axis), [k.contiguous(), v.contiguous()]
+        steps, hops_of = [whole_tiles(layout, rank)], [0]  # how often each rank's block is passed on
         if not whole:
             steps = [ring_tiles(layout, rank, (rank - step) % size) for step in range(size)]
-            passed = [hops(layout, block) for block in range(size)]
+            hops_of = [hops(layout, block) for block in range(size)]
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         out = _zeros(v[:, :1, :1].expand(*q.shape[:3], -1))
-        lse, block = torch.full_like(out[..., 0], -torch.inf), own
+        lse, block = torch.full_like(out[..., 0], -torch.inf), this_block
         for step, tiles in enumerate(steps):
-            here, coming = (passed[(rank - step - i) % len(passed)] for i in (0, 1))
-            following = _buffers(own, step < coming)
+            here, coming = (hops_of[(rank - step - i) % len(hops_of)] for i in (0, 1))
+            following = _buffers(this_block, step < coming)
             works = _start(axis, [(block if step < here else [], rank + 1)], [(following, rank - 1)])
             for rows, keys, shape in tiles:
                 at, of = slice(rows.start, rows.stop), slice(keys.start, keys.stop)
@@ -94,27 +94,27 @@ class _Attention(torch.autograd.Function):
             _wait(works)
             block = following
         result = out.to(q.dtype)
-        ctx.save_for_backward(q, *own, result, lse)
-        ctx.call = axis, steps, passed, scale
+        ctx.save_for_backward(q, *this_block, result, lse)
+        ctx.call = axis, steps, hops_of, scale
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        axis, steps, passed, scale = ctx.call
-        rank, dq, own = current().rank(axis), _zeros(q), [_zeros(k), _zeros(v)]
-        block, grads = [k, v], own
+        axis, steps, hops_of, scale = ctx.call
+        rank, dq, total = current().rank(axis), _zeros(q), [_zeros(k), _zeros(v)]
+        block, grads = [k, v], total
         for step, tiles in enumerate((*steps, ())):
-            last, here, coming, of_own = (passed[(rank - step - i) % len(passed)] for i in (-1, 0, 1, -step))
-            before, grads = grads, [_zeros(k), _zeros(v)] if step else own
+            last, here, coming, homeward = (hops_of[(rank - step - i) % len(hops_of)] for i in (-1, 0, 1, -step))
+            before, grads = grads, [_zeros(k), _zeros(v)] if step else total
             following = _buffers([k, v], step < coming)
-            onward, home = _buffers(own, 1 < step <= here), _buffers(own, 1 < step == of_own + 1)
+            onward, home = _buffers(total, 1 < step <= here), _buffers(total, 1 < step == homeward + 1)
             then = rank + 1 if step <= last else rank - step + 1
             works = _start(
                 axis,
                 [(block if step < here else [], rank + 1), (before if 1 < step <= last + 1 else [], then)],
-                [(following, rank - 1), (onward, rank - 1), (home, rank + of_own)],
+                [(following, rank - 1), (onward, rank - 1), (home, rank + homeward)],
             )
             for rows, keys, shape in tiles:
                 at, of = slice(rows.start, rows.stop), slice(keys.start, keys.stop)
@@ -123,9 +123,9 @@ class _Attention(torch.autograd.Function):
                 _add([dq[:, :, at], *(x[:, :, of] for x in grads)], parts)
             _wait(works)
             _add(grads, onward)
-            _add(own, home)
+            _add(total, home)
             block = following
-        return dq.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype), None, None, None, None
+        return dq.to(q.dtype), total[0].to(k.dtype), total[1].to(v.dtype), None, None, None, None
 
 
 # One break in a compiled graph: transfers under way are no part of it.
@@ -133,7 +133,7 @@ _attend: Callable[..., Tensor] = torch.compiler.disable(_Attention.apply)
 
 
 def _zeros(x: Tensor) -> Tensor:
-    """To sum in: fp32 at least."""
+    """Zeros of the shape of `x` for a sum: in fp32 at least."""
     return torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
 
 
@@ -150,7 +150,7 @@ _Transfers = Sequence[tuple[Sequence[Tensor], int]]  # tensors, and the rank tha
 
 
 def _start(axis: str, sends: _Transfers, receives: _Transfers) -> list[dist.Work]:
-    """All of them at once, in the same order on every rank: none waits for another."""
+    """Start all transfers at once, in the same order on every rank: none waits for another."""
     group, size = current().group(axis), current().size(axis)
     posts = [(dist.isend, sent) for sent in sends] + [(dist.irecv, received) for received in receives]
     ops = [dist.P2POp(op, x, group=group, group_peer=to % size) for op, (tensors, to) in posts for x in tensors]

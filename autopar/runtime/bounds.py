@@ -26,26 +26,26 @@ def notice_targets(target: Tensor, classes: int, ignore_index: int) -> None:
 
 def _notice(outside: Tensor) -> None:
     global _noticed
-    found = outside.any()
-    _noticed = found if _noticed is None else _noticed | found
+    flag = outside.any()
+    _noticed = flag if _noticed is None else _noticed | flag
 
 
 def take_noticed(like: Tensor) -> Tensor:
     """1 where the flag has been raised since the last call, else 0: a number like the given one, on its device."""
     global _noticed
-    found, _noticed = _noticed, None
-    return torch.zeros_like(like) if found is None else found.to(like)
+    flag, _noticed = _noticed, None
+    return torch.zeros_like(like) if flag is None else flag.to(like)
 
 
 def outside_error(step: int, batch: Mapping[str, Tensor]) -> IndexError:
-    """What ends a run before such a step changes a weight; the batch is this rank's, another may have the id."""
+    """The error that ends a run before such a step changes a weight. batch: this rank's; another may have the id."""
     ranges = [
         f"{name} {int(x.min())} to {int(x.max())}"
         for name, x in batch.items()
         if not x.is_floating_point() and x.dtype is not torch.bool and x.numel()
     ]
-    own = f" In this rank's samples: {', '.join(ranges)}." if ranges else ""
+    here = f" In this rank's samples: {', '.join(ranges)}." if ranges else ""
     return IndexError(
         f"step {step}: an id is outside the rows of its table, or a target outside the classes and not ignore_index, "
-        f"in the samples of this rank or another.{own} Mend the data, or enlarge the table"
+        f"in the samples of this rank or another.{here} Mend the data, or enlarge the table"
     )

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a trainer, to be saved and resumed under any plan.
+"""The state of a trainer in a checkpoint, saved under one plan and resumed under any.
 
 Keys: `model.<original name>`, `optimizer.<original name>.<state>`, `loss_scale.<state>` of fp16, `rng.<rank>.<stream>`.
 A parameter that is whole, in parts or tied in a program is under one name, and so are its states.
@@ -26,7 +26,7 @@ from .weights import WEIGHTS, Names, read_tensors
 
 @dataclass(frozen=True)
 class State:
-    """All that this rank has of what a checkpoint holds."""
+    """Everything of this rank that a checkpoint holds."""
 
     parameters: Parameters
     optimizer: Optimizer

@@ -48,7 +48,7 @@ class Mesh:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What a step trains on: samples of a step and of a micro-batch, and the tokens of each that are computed.
+    """The data of a step: samples of a step and of a micro-batch, and the tokens of each that are computed.
 
     padded_from: tokens of a sample, where the trainer pads it to `sequence` tokens.
     """
@@ -82,7 +82,7 @@ class Pipeline:
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """What data ranks share out (ZeRO): 0 nothing, 1 states and masters, 2 also gradients, 3 also parameters.
+    """The ZeRO stage, what data ranks share out: 0 nothing, 1 states and masters, 2 also gradients, 3 also parameters.
 
     hsdp: ranks that share out one copy, the groups being replicas (None: all data ranks). offload: what is shared out
     lies in the host's memory, where the optimizer runs.
@@ -101,7 +101,7 @@ class Sharding:
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
-    """In which numbers a program computes, and by what.
+    """The dtypes in which a program computes, and whether it is compiled.
 
     compile: the layers run under torch.compile. reduce_dtype: in which replicas sum gradients (None: in that of the
     master weights).

@@ -90,8 +90,9 @@ def pad_shard(x: Tensor, dim: int, axis: str) -> Tensor:
 
 
 def head_of(x: Tensor, axis: str) -> Tensor:
-    """Of fewer K/V heads than ranks, [batch, heads, tokens, width] whole on every rank, the one that this rank's query
-    heads read. Its gradient is this rank's summand: Replicate, grad Partial.
+    """The K/V head that this rank's query heads read, where there are fewer K/V heads than ranks.
+
+    x: [batch, heads, tokens, width], whole on every rank. Its gradient is this rank's summand: Replicate, grad Partial.
     """
     return x.narrow(1, current().rank(axis) * x.shape[1] // current().size(axis), 1)
 
@@ -140,8 +141,8 @@ def _join(shards: Sequence[Tensor], dim: int, axis: str) -> Tensor:
     """The whole tensor, of each rank's shard."""
     if not _is_zigzag(axis):
         return torch.cat(tuple(shards), dim)
-    halves = [shard.chunk(2, dim) for shard in shards]
-    return torch.cat([first for first, _ in halves] + [last for _, last in reversed(halves)], dim)
+    pairs = [shard.chunk(2, dim) for shard in shards]
+    return torch.cat([first for first, _ in pairs] + [last for _, last in reversed(pairs)], dim)
 
 
 def _is_zigzag(axis: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from . import random
-from .parameters import Container
+from .parameters import layers_of
 
 BACKEND = "inductor"
 _CHECKPOINTS = {"checkpoint", "_recomputed"}
@@ -25,17 +25,10 @@ def compile_layers(model: nn.Module, layers: Sequence[str]) -> None:
     """
     for name in ("_masked", "_seeded_attention"):
         setattr(random, name, torch.compiler.disable(getattr(random, name)))
-    for kind in dict.fromkeys(type(layer) for layer in layers_of(model, layers)):
+    for kind in dict.fromkeys(type(layer) for layer in layers_of(model, layers).values()):
         for owner in kind.__mro__:
             if owner.__module__.partition(".")[0] != "torch":
                 _compile_methods(owner)
-
-
-def layers_of(model: nn.Module, paths: Sequence[str]) -> Iterator[nn.Module]:
-    """Each layer of this stage; containers hold parameters that precede or follow the layers."""
-    modules = dict(model.named_modules())
-    for path in paths:
-        yield from (m for m in modules.get(path, nn.Module()).children() if type(m) is not Container)
 
 
 def _compile_methods(kind: type) -> None:

@@ -63,10 +63,10 @@ class StandardLibrary:
 def load_dataset(name: str | None, settings: Settings) -> Dataset:
     """The dataset that `module:function` returns, called without arguments; None is the default corpus.
 
-    Raises ValueError, told by one rank, where there is no such function, the dataset is not map-style or has too few
+    Raises ValueError, on one rank, where there is no such function, the dataset is not map-style or has too few
     samples for a step, or the default corpus does not fit the model: it is token ids, for a vocabulary of bytes.
     """
-    with told_by_one(not dist.is_initialized() or dist.get_rank() == 0), aside():
+    with raised_by_one(not dist.is_initialized() or dist.get_rank() == 0), aside():
         seed_data(0)
         dataset = _default(settings) if name is None else _function(name)()
         _check(dataset, "the default data" if name is None else f"--data {name}", settings.global_batch)
@@ -74,8 +74,10 @@ def load_dataset(name: str | None, settings: Settings) -> Dataset:
 
 
 @contextmanager
-def told_by_one(first: bool) -> Iterator[None]:
-    """Where ranks meet the same error, the first tells it, and the others only if nobody ends them in a while."""
+def raised_by_one(first: bool) -> Iterator[None]:
+    """Raise an error that several ranks meet on the first of them at once. The others wait for a while, in which the
+    launcher ends them: so one traceback is shown.
+    """
     try:
         yield
     except Exception:
@@ -148,7 +150,7 @@ class Loader:
         settings = self._mesh.settings
         size = settings.global_batch // settings.dp
         first = consumed + self._mesh.rank("dp") * size
-        with told_by_one(not any(self._mesh.rank(axis) for axis in ("pp", "cp", "tp"))), aside():
+        with raised_by_one(not any(self._mesh.rank(axis) for axis in ("pp", "cp", "tp"))), aside():
             indices = [self._index(n) for n in range(first, first + size)]
             batch = _stack(indices, [self._sample(index, n) for n, index in enumerate(indices, first)])
         return {name: x.to(self._mesh.device) for name, x in batch.items()}
@@ -203,10 +205,10 @@ def padded(batch: Mapping[str, Tensor], padding: Iterable[tuple[str, int, int]],
     and found the same loss and gradients up to rounding. Where dropout draws, its masks are others for each length, of
     the same distribution.
     """
-    made = dict(batch)
+    result = dict(batch)
     for name, dim, value in padding:
-        x = made[name]
+        x = result[name]
         sizes = list(x.shape)
         sizes[dim] = sequence - sizes[dim]
-        made[name] = torch.cat([x, x.new_full(sizes, value)], dim)
-    return made
+        result[name] = torch.cat([x, x.new_full(sizes, value)], dim)
+    return result

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from .mesh import Mesh
 from .parameters import Value, materialise
 from .precision import compute_dtype, reduction_dtype
-from .units import Prefetch, Unit, units_of
+from .units import FsdpUnit, Prefetch, units_of
 
 BUCKET_ELEMENTS = 8 * 2**20
 
@@ -56,7 +56,7 @@ def distribute(
     alone = mesh.size("data") == 1 and not settings.offload
     plain = not settings.half and (settings.zero == 0 or alone)
     units = units_of(model, layers, groups, ends or {})
-    for unit in (*units, Unit({"": model})):
+    for unit in (*units, FsdpUnit({"": model})):
         for path, module in unit.modules.items():
             materialise(module, path, value)
         if not plain:
@@ -73,8 +73,8 @@ class Replicated:
     def before_backward(self, last: bool) -> None:
         """Called before the backward of each micro-batch; `last` of the step's."""
 
-    def after_half(self, last: bool) -> None:
-        """Called after the half of a backward that computes the gradients of weights; `last` of the step's."""
+    def after_weight_gradients(self, last: bool) -> None:
+        """Called where a backward computes weight gradients by themselves, after them; `last` of the step's."""
 
     def after_backward(self) -> None:
         """Called after a step's last backward; then each gradient is the global one, or its shard."""
@@ -84,7 +84,7 @@ class Replicated:
 class Sharded:
     """fully_shard with the knobs of each ZeRO stage."""
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit], mesh: Mesh) -> None:
+    def __init__(self, model: nn.Module, units: Sequence[FsdpUnit], mesh: Mesh) -> None:
         assert isinstance(model, FSDPModule)
         self._model, self._settings, self._mesh = model, mesh.settings, mesh
         prefetch = Prefetch(model, [unit.first for unit in units if not unit.method])
@@ -100,8 +100,8 @@ class Sharded:
         # In a pipeline other micro-batches are between forward and backward: their prefetch order must stay.
         self._model.set_is_last_backward(last or self._settings.pp == 1)
 
-    def after_half(self, last: bool) -> None:
-        """What its hooks do in a whole backward: gradients are added up in the dtype of their reduction, and reduced.
+    def after_weight_gradients(self, last: bool) -> None:
+        """Add gradients up in the dtype of their reduction and reduce them, as hooks do in a whole backward.
 
         By private functions, as torch's own PipelineStage.perform_reduce_grad: there are no public ones.
         """
@@ -140,7 +140,7 @@ def _sum_gradients(parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
         all_reduce_buckets([local_part(p.grad) for p in trained], mesh.group("data"))
 
 
-def _run_in(unit: Unit, model: nn.Module, prefetch: Prefetch) -> None:
+def _run_in(unit: FsdpUnit, model: nn.Module, prefetch: Prefetch) -> None:
     """Have the model's method run as the forward of its unit, which has none of its own."""
     setattr(unit.first, unit.method, getattr(model, unit.method))
     register_fsdp_forward_method(unit.first, unit.method)
@@ -164,10 +164,10 @@ def _shard(modules: list[nn.Module], mesh: Mesh) -> None:
     over = mesh.root["replicate", "shard"] if mesh.root["replicate"].size() > 1 else mesh.root["shard"]
     place = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if mesh.settings.offload else OffloadPolicy()
     one = modules if len(modules) > 1 else modules[0]
-    again = mesh.settings.zero == 3
-    apart = {p for module in modules for p in _scalars(module)}
+    reshard = mesh.settings.zero == 3
+    scalars = {p for module in modules for p in _scalars(module)}
     fully_shard(
-        one, mesh=over, reshard_after_forward=again, mp_policy=policy, offload_policy=place, ignored_params=apart
+        one, mesh=over, reshard_after_forward=reshard, mp_policy=policy, offload_policy=place, ignored_params=scalars
     )
     # Losses are shares of the global mean, so gradients are summed. Sum first: gloo has no scaled reduction.
     # These two are not recursive, hence set on every unit.

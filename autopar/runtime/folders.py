@@ -18,21 +18,21 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from .mesh import from_each_rank
+
 MANIFEST, PARTIAL, LIST = "manifest.json", ".partial", ".metadata"  # torch's LIST says which tensor lies in which file
 T = TypeVar("T")
 Manifest = Mapping[str, Any]  # step, samples, seed, plan, files: name → [size, hash]
 
 
 def together(action: Callable[[], T]) -> list[T]:
-    """What an action gives on each rank. If one fails, all raise its error: none waits for one that is gone."""
+    """Run an action on every rank and return the results by rank. If one fails, all raise its error: none waits."""
     mine: tuple[Any, Exception | None]
     try:
         mine = action(), None
     except Exception as error:  # noqa: BLE001 - all raise it, below
         mine = None, error
-    ranks: list[tuple[Any, Exception | None]] = [mine] * dist.get_world_size()
-    if len(ranks) > 1:
-        dist.all_gather_object(ranks, mine)
+    ranks: list[tuple[Any, Exception | None]] = from_each_rank(mine)
     for _, failure in ranks:
         if failure is not None:
             raise failure
@@ -40,7 +40,7 @@ def together(action: Callable[[], T]) -> list[T]:
 
 
 def on_first(action: Callable[[], T]) -> T:
-    """What an action of rank 0 gives, on all ranks."""
+    """Run an action on rank 0 and return its result on all ranks."""
     return together(lambda: action() if dist.get_rank() == 0 else None)[0]  # type: ignore[return-value]
 
 
@@ -130,7 +130,7 @@ def _seal(manifest: Manifest) -> str:
 
 
 def _is_form(manifest: Manifest) -> bool:
-    """Whether it is what a save writes: anybody can make the seal of anything."""
+    """Whether a manifest has the fields that a save writes: anybody can make the seal of anything."""
     numbers = [manifest[name] for name in ("step", "samples", "seed", "ranks")]
     numbers += [size for size, _ in manifest["files"].values()]
     return all(type(number) is int for number in numbers) and isinstance(manifest["plan"], dict)
@@ -165,13 +165,13 @@ def find_checkpoint(folder: Path) -> tuple[Path, Manifest] | None:
     faults = []
     for path in on_first(lambda: _folders(folder)):
         try:
-            found = path, _checked(path)
+            checkpoint = path, _checked(path)
         except (ValueError, OSError) as error:
             faults.append(str(error))
         else:
             if faults and dist.get_rank() == 0:
                 print(f"resuming {path}: {'; '.join(faults)}", flush=True)
-            return found
+            return checkpoint
     faults += on_first(lambda: [f"{path} is not whole: its save did not end" for path in folder.glob(f"*{PARTIAL}")])
     if faults:
         raise ValueError("; ".join(faults))

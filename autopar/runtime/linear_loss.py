@@ -52,7 +52,7 @@ def linear_cross_entropy(
 
 
 class _Head:
-    """How logits are made of the rows, slice by slice. start: the id of the first token that this rank has."""
+    """The head: logits from rows, slice by slice. start: the id of the first token that this rank has."""
 
     def __init__(self, chunks: int, start: int, scale: float, softcap: float | None) -> None:
         self.chunks, self.start, self.scale, self.softcap = chunks, start, scale, softcap
@@ -64,7 +64,7 @@ class _Head:
             yield part, weight[part], None if bias is None else bias[part]
 
     def logits(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Those of a slice of the vocabulary: [n, slice], new, and in fp32 at least."""
+        """The logits of a slice of the vocabulary: [n, slice], new, and in fp32 at least."""
         z = F.linear(x, weight, bias)
         z = z.to(torch.promote_types(z.dtype, torch.float32))
         if self.scale != 1.0:
@@ -72,7 +72,7 @@ class _Head:
         return z if self.softcap is None else z.div_(self.softcap).tanh_().mul_(self.softcap)
 
     def slope(self, z: Tensor) -> Tensor | None:
-        """What the soft cap multiplies the gradient of the logits `z` by."""
+        """The factor of the soft cap on the gradient of the logits `z`; None without one."""
         return None if self.softcap is None else z.div(self.softcap).square_().neg_().add_(1)
 
     def column(self, target: Tensor, part: slice, width: int) -> tuple[Tensor, Tensor]:
@@ -142,7 +142,7 @@ def _log_sum_exp(z: Tensor) -> Tensor:
 
 
 def _over_ranks(log_sum_exp: Tensor, chosen: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Of the whole vocabulary, of which each rank of the group has had a part."""
+    """Log-sum-exp and chosen logits over the whole vocabulary, from those over the part of each rank of the group."""
     top = log_sum_exp.clone()
     dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
     sums = torch.stack([(log_sum_exp - top).exp_(), chosen])

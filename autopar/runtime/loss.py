@@ -26,9 +26,9 @@ def embedding(ids: Tensor, weight: Tensor, size: int, axis: str, padding_idx: in
     if start == stop:  # more ranks than chunks: nothing to look up, but the gradient path stays
         return weight.new_zeros((*ids.shape, weight.shape[1])) + weight.sum()
     outside = (ids < start) | (ids >= stop)
-    own = (ids - start).masked_fill(outside, 0)
+    rows = (ids - start).masked_fill(outside, 0)
     padding = padding_idx - start if padding_idx is not None and start <= padding_idx < stop else None
-    return F.embedding(own, weight, padding).masked_fill(outside.unsqueeze(-1), 0)
+    return F.embedding(rows, weight, padding).masked_fill(outside.unsqueeze(-1), 0)
 
 
 def cross_entropy(logits: Tensor, target: Tensor, size: int, axis: str, ignore_index: int = -100) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .settings import Settings
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,14 @@ def _build(settings: Settings, device: torch.device) -> Mesh:
     if grouped:
         axes["data"] = split["dp"] if cp == 1 else meshed(pp=pp, data=dp * cp, tp=tp)["data"]
     return Mesh(settings, device, root, axes)
+
+
+def from_each_rank(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The value, any object, that each rank of a group gives, in their order. Every rank of it (None: of all) calls."""
+    values = [value] * dist.get_world_size(group)
+    if len(values) > 1:
+        dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def _device(device: torch.device | str | None) -> torch.device:

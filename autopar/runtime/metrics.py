@@ -1,4 +1,4 @@
-"""What each step reports: a JSON line in a file, and a line of progress."""
+"""The report of each step: a JSON line in a file, and a line of progress."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Meter:
         self.counting: AbstractContextManager[object] = self._storage or nullcontext()
 
     def start(self) -> None:
-        """Before the samples of a step are loaded: to load them is part of its time."""
+        """Start the clock of a step, before its samples are loaded: loading is part of its time."""
         if self._storage:
             self._storage.reset()
         elif torch.cuda.is_available():
@@ -44,7 +44,7 @@ class Meter:
         self._start = time.perf_counter()
 
     def loaded(self) -> None:
-        """Once the samples are there."""
+        """Note how long the samples took to load."""
         self._data_s = time.perf_counter() - self._start
 
     def stop(self, step: int, result: StepResult, mesh: Mesh, steps: range) -> None:
@@ -73,7 +73,7 @@ class Meter:
 def _record(
     step: int, result: StepResult, time_s: float, data_s: float, memory: int | None, settings: Settings
 ) -> Record:
-    """What a step is logged as. data_s: the part of time_s in which its samples were loaded."""
+    """The log's entry of a step. data_s: the part of time_s in which its samples were loaded."""
     flops, peak_flops = settings.flops_per_step, settings.peak_flops
     mfu = flops / (time_s * peak_flops * settings.world_size) if flops and peak_flops else None
     return {

@@ -32,19 +32,19 @@ class OpaqueModule:
 
     def __call__(self, holder: nn.Module, *tensors: Tensor) -> Any:
         """The tensors that the module returns, given those it takes; its parameters are those of `holder`."""
-        own = {name for name, _ in _named(self.module)}
-        values = {name: local(value) for name, value in _named(holder) if name in own}
+        names = {name for name, _ in _named(self.module)}
+        values = {name: local(value) for name, value in _named(holder) if name in names}
         trained = {name: value for name, value in values.items() if value.requires_grad}
         marked = {name: _Mark.apply(value, holder, name) for name, value in trained.items()}  # type: ignore[no-untyped-call]
         leaves, form = tree_flatten(self.inputs)
-        given = iter(tensors)
-        args, kwargs = tree_unflatten([next(given) if isinstance(x, Tensor) else x for x in leaves], form)
+        inputs = iter(tensors)
+        args, kwargs = tree_unflatten([next(inputs) if isinstance(x, Tensor) else x for x in leaves], form)
         self.module.train(holder.training)
         with raise_float32() if current().settings.precision == "fp64" else nullcontext():
             result = torch.func.functional_call(self.module, values | marked, args, kwargs)
-        found = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-        found = list(_ReadAll.apply(len(found), *found, *trained.values()))  # type: ignore[no-untyped-call]
-        return found[0] if len(found) == 1 else tuple(found)
+        returned = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        returned = list(_ReadAll.apply(len(returned), *returned, *trained.values()))  # type: ignore[no-untyped-call]
+        return returned[0] if len(returned) == 1 else tuple(returned)
 
 
 class Applied(nn.Module):

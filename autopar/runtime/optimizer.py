@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .data_parallel import all_reduce_buckets, local_part
-from .mesh import Mesh
+from .mesh import Mesh, from_each_rank
 from .weights import Groups
 
 Parameters = Mapping[str, nn.Parameter]
@@ -29,26 +29,21 @@ class Optimizer:
     """
 
     def __init__(
-        self,
-        parameters: Parameters,
-        name: str,
-        options: Mapping[str, Any],
-        groups: Groups = (),
-        on_host: bool = False,
+        self, parameters: Parameters, name: str, options: Mapping[str, Any], groups: Groups = (), on_host: bool = False
     ) -> None:
         self._parameters = parameters
         self._parts = {n: nn.Parameter(local_part(p.detach()), p.requires_grad) for n, p in parameters.items()}
-        grouped = {name for names, _ in groups for name in names}
-        layout = [*groups, ([name for name in parameters if name not in grouped], {})]
-        param_groups = [{"params": self._trained_parts(names), **changes} for names, changes in layout]
         kind = getattr(torch.optim, name)
         if on_host and _fuses(kind, [options, *(changes for _, changes in groups)]):
             options = {**options, "fused": True}  # one pass over memory instead of ten
-        self._optimizer: torch.optim.Optimizer = kind(param_groups, **options)
+        self._optimizer: torch.optim.Optimizer = kind(self._param_groups(groups), **options)
 
-    def _trained_parts(self, names: Iterable[str]) -> list[nn.Parameter]:
-        """Of the named parameters, the parts of those that this rank has and that are trained."""
-        return [self._parts[name] for name in names if name in self._parts and self._parts[name].requires_grad]
+    def _param_groups(self, groups: Groups) -> list[dict[str, Any]]:
+        """The groups as torch takes them, with those of their parameters that this rank has and that are trained."""
+        grouped = {name for names, _ in groups for name in names}
+        trained = {name: part for name, part in self._parts.items() if part.requires_grad}
+        layout = [*groups, ([name for name in trained if name not in grouped], {})]
+        return [{"params": [trained[n] for n in names if n in trained], **changes} for names, changes in layout]
 
     def zero_grad(self) -> None:
         for p in (*self._parameters.values(), *self._parts.values()):
@@ -76,7 +71,7 @@ class Optimizer:
 def _fuses(kind: type[torch.optim.Optimizer], options: Iterable[Mapping[str, Any]]) -> bool:
     """Whether torch has one kernel for a whole update, and the user has not asked for another way."""
     others = {"fused", "foreach", "capturable", "differentiable"}
-    return "fused" in inspect.signature(kind).parameters and all(others.isdisjoint(given) for given in options)
+    return "fused" in inspect.signature(kind).parameters and all(others.isdisjoint(chosen) for chosen in options)
 
 
 def square_sum(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Tensor:
@@ -111,7 +106,7 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
 
 
 def clip_factor(norm: float, limit: float | None) -> float:
-    """What torch.nn.utils.clip_grad_norm_ multiplies by, given the norm; 1 without a limit."""
+    """The factor by which torch.nn.utils.clip_grad_norm_ would multiply gradients of this norm; 1 without a limit."""
     return limit / (norm + 1e-6) if limit is not None and norm + 1e-6 > limit else 1.0
 
 
@@ -129,21 +124,18 @@ class Tied:
         self.aliases: set[str] = set()  # copies on this stage that another one stands for
         if not pairs:
             return
-        held: list[list[str]] = [list(parameters)]
-        if mesh.size("pp") > 1:
-            held *= mesh.size("pp")
-            dist.all_gather_object(held, list(parameters), group=mesh.group("pp"))
+        by_stage = from_each_rank(set(parameters), mesh.group("pp"))
         tied: dict[str, list[str]] = {}
         for alias, original in pairs:
             tied.setdefault(original, [original]).append(alias)
         for names in tied.values():
-            stages = [i for i, stage in enumerate(held) if not set(names).isdisjoint(stage)]
-            group = _group_of_stages(stages, mesh) if len(stages) > 1 else None
-            own = [name for name in dict.fromkeys(names) if name in parameters]
-            if own and (group or len(own) > 1):
-                trained = [parameters[name] for name in own if parameters[name].requires_grad]
+            stages = [i for i, stage in enumerate(by_stage) if not stage.isdisjoint(names)]
+            group = _group_of_stages(stages, mesh)
+            here = {name: parameters[name] for name in names if name in parameters}
+            if here and (group or len(here) > 1):
+                trained = [p for p in here.values() if p.requires_grad]
                 self._copies += [(trained, group)] if trained else []
-                self.aliases |= set(own[1:] if mesh.rank("pp") == stages[0] else own)
+                self.aliases |= set([*here][1:] if mesh.rank("pp") == stages[0] else here)
 
     def sum_gradients(self) -> None:
         for copies, group in self._copies:
@@ -161,8 +153,13 @@ class Tied:
                 grad.copy_(total)
 
 
-def _group_of_stages(stages: Sequence[int], mesh: Mesh) -> dist.ProcessGroup:
-    """The ranks of `stages` with this rank's replica and shard. Called by every rank, in the same order."""
+def _group_of_stages(stages: Sequence[int], mesh: Mesh) -> dist.ProcessGroup | None:
+    """The ranks of `stages` with this rank's replica and shard; None where it is one stage.
+
+    Called by every rank, in the same order.
+    """
+    if len(stages) < 2:
+        return None
     if len(stages) == mesh.size("pp"):
         return mesh.group("pp")
     columns = mesh.root.mesh[list(stages)].flatten(1).T.tolist()
@@ -179,11 +176,7 @@ class LeftOut:
     """
 
     def __init__(
-        self,
-        names: Sequence[str],
-        original: Callable[[str], str],
-        models: Iterable[nn.Module],
-        parameters: Mapping[str, Tensor],
+        self, names: Sequence[str], original: Callable[[str], str], models: Iterable[nn.Module], parameters: Parameters
     ) -> None:
         self._flag = {name: i for i, name in enumerate(dict.fromkeys(map(original, names)))}
         modules = (named for model in models for named in model.named_modules())
@@ -194,9 +187,9 @@ class LeftOut:
         """Every rank calls, after a step's gradients are summed."""
         if not self._flag:
             return
-        own = {self._original(self._paths[holder] + name) for holder, name in reached if holder in self._paths}
+        read = {self._original(self._paths[holder] + name) for holder, name in reached if holder in self._paths}
         reached.clear()
-        flags = torch.tensor([name in own for name in self._flag], dtype=torch.int32, device=mesh.device)
+        flags = torch.tensor([name in read for name in self._flag], dtype=torch.int32, device=mesh.device)
         if mesh.settings.world_size > 1:
             dist.all_reduce(flags, dist.ReduceOp.MAX)
         graded = flags.tolist()

@@ -73,14 +73,15 @@ def materialise(module: nn.Module, prefix: str, value: Value) -> None:
 
     `value(name, shape)` is the whole tensor of a name; `prefix` is the path of `module` in the model.
     """
-    made: dict[int, nn.Parameter] = {}
+    filled_by_id: dict[int, nn.Parameter] = {}
     for path, owner in module.named_modules(prefix=prefix.rstrip(".")):
         dot = f"{path}." if path else ""
         for leaf, p in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
             if p.device.type == "meta":
-                if id(p) not in made:
-                    made[id(p)] = nn.Parameter(_filled(p, value(dot + leaf, p.shape), dot + leaf), p.requires_grad)
-                owner.register_parameter(leaf, made[id(p)])
+                if id(p) not in filled_by_id:
+                    filled = _filled(p, value(dot + leaf, p.shape), dot + leaf)
+                    filled_by_id[id(p)] = nn.Parameter(filled, p.requires_grad)
+                owner.register_parameter(leaf, filled_by_id[id(p)])
         for leaf, b in list(owner.named_buffers(recurse=False)):
             if b.device.type == "meta":
                 filled = value(dot + leaf, b.shape).to(device=current().device, dtype=b.dtype, copy=True)
@@ -127,6 +128,14 @@ class Container(nn.Module):
 
     def __getitem__(self, index: int) -> Any:
         return getattr(self, str(index))
+
+
+def layers_of(model: nn.Module, paths: Sequence[str]) -> dict[str, nn.Module]:
+    """The layers of this stage by path, of the lists at `paths`; a Container in a list holds parameters beside them."""
+    modules = dict(model.named_modules())
+    lists = [(path, modules[path]) for path in paths if path in modules]  # a stage may have no layer of a list
+    members = {f"{path}.{index}".lstrip("."): m for path, layers in lists for index, m in layers.named_children()}
+    return {path: member for path, member in members.items() if type(member) is not Container}
 
 
 def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:

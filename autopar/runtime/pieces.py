@@ -175,7 +175,7 @@ def _checked(key: str, piece: Piece, saved: Mapping[str, TensorStorageMetadata])
 
 
 def _cause(error: CheckpointException) -> BaseException:
-    """What the first rank that failed has raised."""
+    """The error that the first rank that failed has raised."""
     rank = min(error.failures)
     cause: BaseException = error.failures[rank][0]
     return cause

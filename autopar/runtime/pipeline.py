@@ -95,8 +95,8 @@ class _Stage(PipelineStage):
     """torch's stage switches gradient sync and resharding off for every backward, which makes ZeRO-2 and 3
     keep what they should free; here each backward does what the ZeRO stage says.
 
-    in_halves: backward computes the gradients of inputs first, those of weights later (zero-bubble). No hook of
-    fully_shard sees the second half: gradients are taken over after each, and reduced after a step's last one.
+    splits_backward: input gradients and weight gradients are computed by two backwards (zero-bubble). No hook of
+    fully_shard sees the second: gradients are taken over after each, and reduced after a step's last one.
     """
 
     data_parallel: DataParallel
@@ -114,12 +114,12 @@ class _Stage(PipelineStage):
         else:
             result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         if self.splits_backward and backward_type != "input":
-            self.data_parallel.after_half(last_backward)
-        return result[0], _apart(result[1])
+            self.data_parallel.after_weight_gradients(last_backward)
+        return result[0], _disjoint(result[1])
 
 
-def _apart(groups: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """The parameter groups of a half backward, each parameter in one of them.
+def _disjoint(groups: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """The parameter groups of a backward that computes weight gradients alone, each parameter in one of them.
 
     torch's `get_param_groups` leaves a group behind that it has merged into another where parameters meet at
     several nodes: their gradients would count twice.
@@ -144,15 +144,15 @@ class _Submodule(nn.Module):
         self.model, self._sent, self._boundary, self._checked = model, sent, _Boundary(stage, mesh), False
 
     def forward(self, *received: Tensor, **inputs: Tensor) -> Any:
-        fault = self._boundary.told() if received and not self._checked else ""
-        own = {name.removeprefix(_PREFIX): x for name, x in inputs.items()}
+        fault = self._boundary.received_fault() if received and not self._checked else ""
+        batch = {name.removeprefix(_PREFIX): x for name, x in inputs.items()}
         received = tuple(_contiguous(x)[0] for x in received)
-        result: Any = None if fault else self.model(*received, **own)
+        result: Any = None if fault else self.model(*received, **batch)
         if self._sent is not None and not fault:
             fault = self._boundary.fault(result, self._sent)
         if fault:
             if self._sent is not None and not self._checked:
-                self._boundary.tell(fault, self._sent)
+                self._boundary.send_fault(fault, self._sent)
             raise ValueError(fault)
         self._checked = True
         result = _contiguous(*result) if isinstance(result, tuple) else _contiguous(result)
@@ -162,7 +162,7 @@ class _Submodule(nn.Module):
 class _Contiguous(torch.autograd.Function):
     """Values, and their gradients, laid out as they are sent: a permuted tensor cannot be.
 
-    All values of a stage at once, and not as views: a backward in halves finds the parameters of what depends on
+    All values of a stage at once, and not as views: a backward that is split finds the parameters of what depends on
     nothing received through the node that this has in common with the rest, and detaches results in place.
     """
 
@@ -190,7 +190,7 @@ class _Boundary:
         self._store = dist.distributed_c10d._get_default_store()  # private: there is no public way to it
 
     def fault(self, result: Any, sent: Sequence[Tensor]) -> str:
-        """How what a stage sends differs from what `between_stages` says; "" where it does not."""
+        """The difference between the values that a stage sends and what `between_stages` says; "" without one."""
         real = [(list(t.shape), t.dtype) for t in (result if isinstance(result, tuple) else (result,))]
         planned = [(list(t.shape), t.dtype) for t in sent]
         if real == planned:
@@ -200,8 +200,8 @@ class _Boundary:
             f"{_text(planned)}: model.py's between_stages and forward must agree"
         )
 
-    def tell(self, fault: str, sent: Sequence[Tensor]) -> None:
-        """Send what was planned, without meaning, and why."""
+    def send_fault(self, fault: str, sent: Sequence[Tensor]) -> None:
+        """Send zeros of the planned shapes to the next stage, which waits for them, and the reason."""
         group, following = self._mesh.group("pp"), self._stage + 1
         peer = dist.get_global_rank(group, following % self._mesh.size("pp"))
         self._store.set(f"boundary/{peer}/{following}", fault)
@@ -210,7 +210,8 @@ class _Boundary:
         for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, t, peer, group) for t in blanks]):
             work.wait()
 
-    def told(self) -> str:
+    def received_fault(self) -> str:
+        """The fault that the stage before has sent; "" where it has sent none."""
         key = f"boundary/{dist.get_rank()}/{self._stage}"
         if not self._store.check([key]):
             return ""
@@ -224,7 +225,7 @@ def _text(tensors: Sequence[tuple[list[int], torch.dtype]]) -> str:
 
 
 def _examples(model: nn.Module, stage: int, mesh: Mesh) -> tuple[Tensor, ...]:
-    """What `stage` sends on, on the meta device: static shapes, as torch's inference would run a forward."""
+    """The values that `stage` sends on, on the meta device: whose shapes torch would else run a forward to know."""
     between_stages: Any = model.between_stages
     sent: Sequence[tuple[Sequence[int], torch.dtype]]
     sent = between_stages(stage, mesh.settings.micro_batch, mesh.settings.sequence // mesh.settings.cp)

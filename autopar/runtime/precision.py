@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from .mesh import from_each_rank
 from .settings import Settings
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -21,17 +21,17 @@ Named = tuple[str, Tensor]  # parts of one tensor may each have its name
 
 
 def compute_dtype(settings: Settings) -> torch.dtype:
-    """Of parameters in forward and of activations."""
+    """The dtype of parameters in forward and of activations."""
     return DTYPES[settings.precision]
 
 
 def storage_dtype(settings: Settings) -> torch.dtype:
-    """Of parameters and optimizer states: fp32 masters under half precision."""
+    """The dtype of parameters and optimizer states: fp32 masters under half precision."""
     return torch.float32 if settings.half else DTYPES[settings.precision]
 
 
 def reduction_dtype(settings: Settings) -> torch.dtype:
-    """In which the replicas' gradients are summed, and whole ones accumulated over micro-batches."""
+    """The dtype in which the replicas' gradients are summed, and whole ones accumulated over micro-batches."""
     return DTYPES[settings.reduce_dtype] if settings.reduce_dtype else storage_dtype(settings)
 
 
@@ -119,7 +119,7 @@ class LossScale:
         return self.enabled and (self.scale < 1 or self.skipped >= self.patience)
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps."""
+        """The numbers that a checkpoint keeps."""
         return {name: torch.tensor(getattr(self, name), dtype=torch.float64) for name in ("scale", "clean", "skipped")}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
@@ -128,7 +128,7 @@ class LossScale:
 
 
 def overflow_error(scale: LossScale, loss: float, gradients: Iterable[Named]) -> OverflowError:
-    """What ends a run, naming the parameters of all ranks whose gradient is not finite. Every rank calls.
+    """The error that ends a run, naming the parameters of all ranks whose gradient is not finite. Every rank calls.
 
     gradients: this rank's parts, by original name.
     """
@@ -141,7 +141,7 @@ def overflow_error(scale: LossScale, loss: float, gradients: Iterable[Named]) ->
 
 
 def not_finite_error(step: int, loss: float, norm: float, gradients: Iterable[Named]) -> FloatingPointError:
-    """What ends a run whose loss or gradients are not finite, before they change a weight. Every rank calls."""
+    """The error of a run whose loss or gradients are not finite, before they change a weight. Every rank calls."""
     names = not_finite(gradients)
     bad = f"the gradient of {_shown(names)} is not finite" if names else "each gradient is finite, their norm is not"
     return FloatingPointError(
@@ -152,12 +152,8 @@ def not_finite_error(step: int, loss: float, norm: float, gradients: Iterable[Na
 
 def not_finite(tensors: Iterable[Named]) -> list[str]:
     """Names of all ranks' tensors that are not finite, in the order of the stages. Every rank calls."""
-    own = [name for name, x in tensors if not x.isfinite().all()]
-    held: list[Sequence[str]] = [own]
-    if dist.get_world_size() > 1:
-        held *= dist.get_world_size()
-        dist.all_gather_object(held, own)
-    return list(dict.fromkeys(name for names in held for name in names))
+    by_rank = from_each_rank([name for name, x in tensors if not x.isfinite().all()])
+    return list(dict.fromkeys(name for names in by_rank for name in names))
 
 
 def _shown(names: Sequence[str]) -> str:

@@ -28,7 +28,7 @@ def seed_generators(seed: int, mesh: Mesh) -> None:
 
 
 def streams() -> dict[str, Tensor]:
-    """Where the default generators of this process are: torch's on CPU and GPU, and Python's."""
+    """The states of the default generators of this process: torch's on CPU and GPU, and Python's."""
     _, numbers, gauss = random.getstate()
     python = torch.tensor([*numbers, math.nan if gauss is None else gauss], dtype=torch.float64)
     states = {"cpu": torch.get_rng_state(), "python": python}
@@ -47,7 +47,7 @@ def restore_streams(states: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """What is drawn within it is not of the model's streams, which go on after it where they were."""
+    """Draw within it without moving the model's streams, which go on after it where they were."""
     before = streams()
     try:
         yield

@@ -34,16 +34,16 @@ class Reader(FileSystemReader):
         path = Path(self.path) / LIST
         try:
             with path.open("rb") as file:
-                found = _ListUnpickler(file).load()
-            files = {item.relative_path for item in found.storage_data.values()}
-            if not isinstance(found, Metadata) or any(name != Path(name).name for name in files):
+                listed = _ListUnpickler(file).load()
+            files = {item.relative_path for item in listed.storage_data.values()}
+            if not isinstance(listed, Metadata) or any(name != Path(name).name for name in files):
                 raise ValueError("it is of other files")
         except FileNotFoundError:
             raise
         except Exception as error:  # of pickle, or of a class given other arguments than its own
             raise ValueError(f"{path} is damaged, or no list of tensors ({error}): it is not loaded") from error
-        found.storage_meta = StorageMeta(load_id=self.load_id)
-        return found
+        listed.storage_meta = StorageMeta(load_id=self.load_id)
+        return listed
 
 
 class _ListUnpickler(pickle.Unpickler):
@@ -60,11 +60,11 @@ class _ListUnpickler(pickle.Unpickler):
 
 
 def _maker(named: Any) -> Any:
-    """What makes the same as a class or function, in place of it: a pickle can set the attributes of all it names."""
+    """A stand-in that makes what a class or function makes: a pickle can set the attributes of all that it names."""
     if named is torch.Size:  # has none that can be set
         return named
     if not is_dataclass(named):
-        return lambda *given: named(*given)
+        return lambda *arguments: named(*arguments)
 
     def set_state(self: Any, state: Any) -> None:  # of an instance; of the class, it lacks `self`
         object.__setattr__(self, "__class__", named)

@@ -52,7 +52,7 @@ class Settings(Mesh, Batch, Pipeline, Sharding, Compute):
 
 @dataclass(frozen=True)
 class Program:
-    """What an emitted model.py defines, by its names; it leaves out what it has no need of."""
+    """The definitions of an emitted model.py, by their names; a program leaves out those that it does not need."""
 
     Model: Callable[[int], nn.Module]
     SETTINGS: Settings

@@ -25,7 +25,7 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """How the sequence is cut over `size` ranks, into `rows` queries and `keys` keys each, and who sees whom."""
+    """The cut of a sequence over `size` ranks, into `rows` queries and `keys` keys each, and which see each other."""
 
     size: int
     rows: int
@@ -48,7 +48,7 @@ class Layout:
 
 @cache
 def ring_tiles(layout: Layout, rank: int, block: int) -> tuple[Tile, ...]:
-    """What the rows of `rank` see of the keys of `block`."""
+    """The tiles that the rows of `rank` see of the keys of `block`."""
     if layout.window is not None:
         return _tiles(layout.pieces(rank), layout.pieces(block), layout.window)
     rows, keys = range(layout.rows), range(layout.keys)
@@ -64,13 +64,13 @@ def ring_tiles(layout: Layout, rank: int, block: int) -> tuple[Tile, ...]:
 
 @cache
 def whole_tiles(layout: Layout, rank: int) -> tuple[Tile, ...]:
-    """What the rows of `rank` see of all keys, under a causal mask."""
+    """The tiles that the rows of `rank` see of all keys, under a causal mask."""
     return _tiles(layout.pieces(rank), [range(layout.size * layout.keys)], layout.window)
 
 
 @cache
 def hops(layout: Layout, block: int) -> int:
-    """How often a block is passed on around the ring: until no rank after needs it."""
+    """The number of times that a block is passed on around the ring: until no rank after needs it."""
     needed = (step for step in range(1, layout.size) if ring_tiles(layout, (block + step) % layout.size, block))
     return max(needed, default=0)
 

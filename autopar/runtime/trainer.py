@@ -22,7 +22,7 @@ from .compiled import compile_layers
 from .data import padded
 from .data_parallel import distribute, full, local_part
 from .folders import Manifest, find_checkpoint, refuse_later, write_folder
-from .mesh import init_mesh
+from .mesh import from_each_rank, init_mesh
 from .optimizer import (
     LeftOut,
     Optimizer,
@@ -221,22 +221,20 @@ class Trainer:
     def _whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         whole = {self.names.original(name): full(t) for name, t in tensors.items()}
         if self._spread:
-            pp = self.mesh.group("pp")
-            stages: list[Any] = [None] * self.mesh.size("pp")
-            dist.all_gather_object(stages, {n: t.cpu() for n, t in whole.items() if n in self._spread}, group=pp)
+            shared = {name: t.cpu() for name, t in whole.items() if name in self._spread}
+            stages = from_each_rank(shared, self.mesh.group("pp"))
             others = {name: t for stage in stages for name, t in stage.items() if self._spread[name]}
             whole |= {name: t.to(self.mesh.device) for name, t in others.items() if name not in whole}
         return self.names.join(whole)
 
     def _spread_parts(self) -> dict[str, bool]:
         """Parts of parameters of which several stages have some → whether this stage has some of the same parameter."""
-        if not self.names.parts or self.mesh.size("pp") == 1:
+        if not self.names.parts:
             return {}
-        own = {self.names.whole(name) for name in self.parameters}
-        stages: list[set[str]] = [set()] * self.mesh.size("pp")
-        dist.all_gather_object(stages, own, group=self.mesh.group("pp"))
+        here = {self.names.whole(name) for name in self.parameters}
+        stages = from_each_rank(here, self.mesh.group("pp"))
         spread = {name for name in self.names.wholes if sum(name in stage for stage in stages) > 1}
-        return {part: fused in own for part, (fused, *_) in self.names.parts.items() if fused in spread}
+        return {part: fused in here for part, (fused, *_) in self.names.parts.items() if fused in spread}
 
     def _check_sizes(self, batch: Batch) -> None:
         planned = self.settings

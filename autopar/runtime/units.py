@@ -1,4 +1,4 @@
-"""Units of data parallelism: parameters that are gathered together, and whose gradients are reduced together.
+"""Units of fully_shard: parameters that are gathered together, and whose gradients are reduced together.
 
 Each layer is one, or a group of layers that backward computes again together, and so is what a method of the model
 reads outside of layers: embeddings before them, norm and head after them. While one unit computes, the next one's
@@ -7,6 +7,7 @@ parameters are on their way, forward and backward.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -17,11 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from .internals import tree_leaves
-from .parameters import Container
+from .parameters import layers_of
 
 
 @dataclass(frozen=True)
-class Unit:
+class FsdpUnit:
     """Modules by path; `method` of the model runs them, where they have no forward of their own."""
 
     modules: Mapping[str, nn.Module]
@@ -34,7 +35,7 @@ class Unit:
 
 def units_of(
     model: nn.Module, layers: Sequence[str], groups: Sequence[Sequence[str]], ends: Mapping[str, Sequence[str]]
-) -> list[Unit]:
+) -> list[FsdpUnit]:
     """The units of a stage; what they leave is gathered with the model itself.
 
     `layers`: paths of the ModuleDicts whose members are units. `groups`: paths of members that are one unit together.
@@ -44,37 +45,40 @@ def units_of(
     return [*inner, *_ends(model, inner, ends)]
 
 
-def _layers(model: nn.Module, layers: Sequence[str], groups: Sequence[Sequence[str]]) -> Iterator[Unit]:
+def _layers(model: nn.Module, layers: Sequence[str], groups: Sequence[Sequence[str]]) -> Iterator[FsdpUnit]:
     modules = dict(model.named_modules())
     together = {name: tuple(group) for group in groups for name in group}
     done: set[str] = set()
-    for path in layers:
-        held = modules.get(path, nn.Module())  # a stage may have no layer of a list
-        for index, layer in held.named_children():
-            name = f"{path}.{index}".lstrip(".")
-            if type(layer) is Container or name in done:  # else it holds parameters beside the layers
-                continue
-            unit = Unit({own: modules[own] for own in together.get(name, (name,))})
+    for name in layers_of(model, layers):
+        if name not in done:
+            unit = FsdpUnit({member: modules[member] for member in together.get(name, (name,))})
             done |= unit.modules.keys()
             yield unit
 
 
-def _ends(model: nn.Module, layers: Sequence[Unit], ends: Mapping[str, Sequence[str]]) -> Iterator[Unit]:
+def _ends(model: nn.Module, layers: Sequence[FsdpUnit], ends: Mapping[str, Sequence[str]]) -> Iterator[FsdpUnit]:
     """A unit for each method: the modules all of whose parameters it alone reads. What is shared, as a tied embedding
     is, stays with the model, whole from the first to the last that reads it."""
     modules = dict(model.named_modules())
     present = {name: [path for path in paths if path in modules] for name, paths in ends.items()}
-    readers: dict[int, set[str]] = {}
+    readers = _readers(modules, layers, present)
+    for name, paths in present.items():
+        alone = [path for path in paths if all(readers[p] == {name} for p in modules[path].parameters())]
+        if tops := [path for path in alone if not any(path.startswith(f"{other}.") for other in alone)]:
+            yield FsdpUnit({path: modules[path] for path in tops}, name)
+
+
+def _readers(
+    modules: Mapping[str, nn.Module], layers: Sequence[FsdpUnit], ends: Mapping[str, Sequence[str]]
+) -> Mapping[nn.Parameter, set[str]]:
+    """The methods of `ends` that read each parameter, and "a layer"."""
+    readers: dict[nn.Parameter, set[str]] = defaultdict(set)
     inside = [("a layer", module.parameters()) for unit in layers for module in unit.modules.values()]
-    outside = [(name, modules[p].parameters(recurse=False)) for name, paths in present.items() for p in paths]
+    outside = [(name, modules[path].parameters(recurse=False)) for name, paths in ends.items() for path in paths]
     for reader, parameters in (*inside, *outside):
         for p in parameters:
-            readers.setdefault(id(p), set()).add(reader)
-    for name, paths in present.items():
-        alone = [path for path in paths if all(readers.get(id(p)) == {name} for p in modules[path].parameters())]
-        tops = [path for path in alone if not any(path.startswith(f"{other}.") for other in alone)]
-        if tops:
-            yield Unit({path: modules[path] for path in tops}, name)
+            readers[p].add(reader)
+    return readers
 
 
 # --------------------------------------------------------------------------------

@@ -102,7 +102,8 @@ def copied_names(models: Sequence[nn.Module], tied: Mapping[str, str]) -> dict[s
 
 def with_copies(groups: Groups, copies: Mapping[str, str]) -> Groups:
     """The optimizer's groups, each copy in that of its original."""
-    return [((*names, *(key for key in copies if key.partition("@")[0] in names)), own) for names, own in groups]
+    copied = [[key for key in copies if key.partition("@")[0] in names] for names, _ in groups]
+    return [((*names, *more), options) for (names, options), more in zip(groups, copied, strict=True)]
 
 
 def _keyed(models: Sequence[nn.Module]) -> Iterator[tuple[str, str, nn.Parameter]]:
@@ -139,7 +140,7 @@ def read_weights(weights: Path | Mapping[str, Tensor], program: Path, seed: int)
 
 
 def _recipes(path: Path) -> dict[str, list[list[object]]]:
-    """How to draw what has no weights; ValueError where the file is damaged."""
+    """The recorded initialisation of each parameter without weights; ValueError where the file is damaged."""
     if not path.exists():
         return {}
     try:

