@@ -76,3 +76,43 @@ def test_another_mask_stays_as_it_is(mask: str) -> None:
     before = _BEFORE.format(mask=mask, dropout=0.0)
     after = before.replace(" int =", " =").replace(" bool =", " =").replace(".Tensor", "")
     assert_becomes(ReadMasks(), before, after)
+
+
+def test_a_choice_by_a_mask_that_is_true_everywhere_is_its_first() -> None:
+    """Also where only one of two masks is; zeros of the result's shape are one zero, broadcast."""
+    assert_becomes(
+        ReadMasks(),
+        """
+        block model:
+          q: [b, 2, s, 4] = parameter q
+          bias: [1, 2, s, s] = parameter bias
+          seen: [b, 1, 1, s] bool = input seen
+          one: [] bool = ones([])
+          p: [s] int = arange(s)
+          i: [s, 1] int = unsqueeze(p, 1)
+          ge: [s, 1] bool = ge.Scalar(i, 0)
+          true: [s, 1] bool = __and__.Tensor(one, ge)
+          both: [b, 1, s, s] bool = __and__.Tensor(true, seen)
+          every: [1, 2, s, s] = where.ScalarOther(true, bias, -9.0)
+          a: [b, 2, s, 4] = scaled_dot_product_attention(q, q, q, every)
+          nothing: [1, 2, s, s] = zeros([1, 2, s, s])
+          some: [b, 2, s, s] = where.ScalarOther(both, nothing, -9.0)
+          c: [b, 2, s, 4] = scaled_dot_product_attention(a, a, a, some)
+          d: [b, 2, s, 4] = scaled_dot_product_attention(c, c, c, nothing)
+          return d
+        """,
+        """
+        block model:
+          q: [b, 2, s, 4] = parameter q
+          bias: [1, 2, s, s] = parameter bias
+          seen: [b, 1, 1, s] = input seen
+          expand_default: [b, 1, s, s] = expand(seen, [b, 1, s, s])
+          a: [b, 2, s, 4] = scaled_dot_product_attention(q, q, q, bias)
+          zeros_default: [] = zeros([], dtype=torch.float64)
+          where_scalar_other: [b, 1, s, s] = where(expand_default, zeros_default, -9.0)
+          expand_default_1: [b, 2, s, s] = expand(where_scalar_other, [b, 2, s, s])
+          c: [b, 2, s, 4] = scaled_dot_product_attention(a, a, a, expand_default_1)
+          d: [b, 2, s, 4] = scaled_dot_product_attention(c, c, c, None, 0.0, False)
+          return d
+        """,
+    )

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from runtime.collectives import all_reduce, copy_to, split
+from runtime.collectives import all_reduce, copy_to
 from runtime.loss import cross_entropy, embedding
 from runtime.parameters import local, parameter, submodule, tie
 from runtime.settings import Settings
@@ -64,12 +64,12 @@ class T5BlockEncoderFirst(nn.Module):
         parameter(self, "layer.1.DenseReluDense.wi.weight", (72, 32), shard=0)
         parameter(self, "layer.1.DenseReluDense.wo.weight", (32, 72), shard=1)
 
-    def forward(self, x, mask):  # x: Replicate@tp [b, s, 32]
-        position_bias, x = self._attention(x, mask)
+    def forward(self, x, attention_mask_2):  # x: Replicate@tp [b, s, 32]
+        position_bias, x = self._attention(x, attention_mask_2)
         x = self._mlp(x)
         return position_bias, x
 
-    def _attention(self, x, mask):  # x: Replicate@tp [b, s, 32]
+    def _attention(self, x, attention_mask_2):  # x: Replicate@tp [b, s, 32]
         b, s, _ = x.shape
         h = local(self.layer[0].layer_norm.weight) * F.rms_norm(x, (32,), eps=1e-06)
         h = copy_to(h, axis="tp")  # forward: nothing; backward: all-reduce
@@ -92,7 +92,7 @@ class T5BlockEncoderFirst(nn.Module):
             indices, local(self.layer[0].SelfAttention.relative_attention_bias.weight)
         )
         position_bias = position_bias.permute(2, 0, 1).unsqueeze(0)
-        bias = torch.where(mask, position_bias, torch.finfo(torch.bfloat16).min)
+        bias = torch.where(attention_mask_2, position_bias, torch.finfo(torch.bfloat16).min)
         attn = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
         attn = attn.transpose(1, 2).reshape(b, s, 16)
         attn = F.linear(attn, local(self.layer[0].SelfAttention.o.weight))  # row-parallel → Partial
@@ -135,7 +135,7 @@ class T5BlockEncoder(nn.Module):
         parameter(self, "layer.1.DenseReluDense.wi.weight", (72, 32), shard=0)
         parameter(self, "layer.1.DenseReluDense.wo.weight", (32, 72), shard=1)
 
-    def forward(self, x, mask, position_bias):  # x: Replicate@tp [b, s, 32]
+    def forward(self, x, attention_mask_2, position_bias):  # x: Replicate@tp [b, s, 32]
         b, s, _ = x.shape
         h = local(self.layer[0].layer_norm.weight) * F.rms_norm(x, (32,), eps=1e-06)
         h = copy_to(h, axis="tp")  # forward: nothing; backward: all-reduce
@@ -145,7 +145,7 @@ class T5BlockEncoder(nn.Module):
         k = k.reshape(b, s, 2, 8).transpose(1, 2)
         v = F.linear(h, local(self.layer[0].SelfAttention.v.weight))  # column-parallel
         v = v.reshape(b, s, 2, 8).transpose(1, 2)
-        bias = torch.where(mask, position_bias, torch.finfo(torch.bfloat16).min)
+        bias = torch.where(attention_mask_2, position_bias, torch.finfo(torch.bfloat16).min)
         attn = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
         attn = attn.transpose(1, 2).reshape(b, s, 16)
         attn = F.linear(attn, local(self.layer[0].SelfAttention.o.weight))  # row-parallel → Partial
@@ -198,11 +198,11 @@ class T5BlockDecoderFirst(nn.Module):
         parameter(self, "layer.2.DenseReluDense.wi.weight", (72, 32), shard=0)
         parameter(self, "layer.2.DenseReluDense.wo.weight", (32, 72), shard=1)
 
-    def forward(self, x, encoder_out, mask_2):  # x: Replicate@tp [b, s, 32]
+    def forward(self, x, encoder_out, attention_mask_3):  # x: Replicate@tp [b, s, 32]
         position_bias, x = self._attention(x)
-        zeros, x = self._cross_attention(x, encoder_out, mask_2)
+        x = self._cross_attention(x, encoder_out, attention_mask_3)
         x = self._mlp(x)
-        return position_bias, zeros, x
+        return position_bias, x
 
     def _attention(self, x):  # x: Replicate@tp [b, s, 32]
         b, s, _ = x.shape
@@ -237,7 +237,7 @@ class T5BlockDecoderFirst(nn.Module):
         x = x + attn
         return position_bias, x
 
-    def _cross_attention(self, x, encoder_out, mask_2):  # x: Replicate@tp [b, s, 32]
+    def _cross_attention(self, x, encoder_out, attention_mask_3):  # x: Replicate@tp [b, s, 32]
         b, s, _ = x.shape
         h = local(self.layer[1].layer_norm.weight) * F.rms_norm(x, (32,), eps=1e-06)
         h = copy_to(h, axis="tp")  # forward: nothing; backward: all-reduce
@@ -248,16 +248,15 @@ class T5BlockDecoderFirst(nn.Module):
         k = k.reshape(b, s, 2, 8).transpose(1, 2)
         v = F.linear(encoder_out, local(self.layer[1].EncDecAttention.v.weight))  # column-parallel
         v = v.reshape(b, s, 2, 8).transpose(1, 2)
-        zeros = torch.zeros((1, 4, s, s), dtype=torch.bfloat16, device=x.device)
-        zeros_2 = split(zeros, dim=1, axis="tp")  # Replicate → Shard(1)
-        mask = torch.where(mask_2, zeros_2, torch.finfo(torch.bfloat16).min)
+        zeros = torch.zeros((), dtype=torch.bfloat16, device=x.device)
+        mask = torch.where(attention_mask_3, zeros, torch.finfo(torch.bfloat16).min)
+        mask = mask.expand(b, 2, s, s)
         attn = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
         attn = attn.transpose(1, 2).reshape(b, s, 16)
         # row-parallel → Partial
         attn = F.linear(attn, local(self.layer[1].EncDecAttention.o.weight))
         attn = all_reduce(attn, axis="tp")  # Partial → Replicate; backward: nothing
-        x = x + attn
-        return zeros, x
+        return x + attn
 
     def _mlp(self, x):  # x: Replicate@tp [b, s, 32]
         h = local(self.layer[2].layer_norm.weight) * F.rms_norm(x, (32,), eps=1e-06)
@@ -305,9 +304,9 @@ class T5BlockDecoder(nn.Module):
         parameter(self, "layer.2.DenseReluDense.wi.weight", (72, 32), shard=0)
         parameter(self, "layer.2.DenseReluDense.wo.weight", (32, 72), shard=1)
 
-    def forward(self, x, position_bias, encoder_out, mask_2, zeros):  # x: Replicate@tp [b, s, 32]
+    def forward(self, x, position_bias, encoder_out, attention_mask_3):  # x: Replicate@tp [b, s, 32]
         x = self._attention(x, position_bias)
-        x = self._cross_attention(x, encoder_out, mask_2, zeros)
+        x = self._cross_attention(x, encoder_out, attention_mask_3)
         return self._mlp(x)
 
     def _attention(self, x, position_bias):  # x: Replicate@tp [b, s, 32]
@@ -330,7 +329,7 @@ class T5BlockDecoder(nn.Module):
         attn = all_reduce(attn, axis="tp")  # Partial → Replicate; backward: nothing
         return x + attn
 
-    def _cross_attention(self, x, encoder_out, mask_2, zeros):  # x: Replicate@tp [b, s, 32]
+    def _cross_attention(self, x, encoder_out, attention_mask_3):  # x: Replicate@tp [b, s, 32]
         b, s, _ = x.shape
         h = local(self.layer[1].layer_norm.weight) * F.rms_norm(x, (32,), eps=1e-06)
         h = copy_to(h, axis="tp")  # forward: nothing; backward: all-reduce
@@ -341,8 +340,9 @@ class T5BlockDecoder(nn.Module):
         k = k.reshape(b, s, 2, 8).transpose(1, 2)
         v = F.linear(encoder_out, local(self.layer[1].EncDecAttention.v.weight))  # column-parallel
         v = v.reshape(b, s, 2, 8).transpose(1, 2)
-        zeros = split(zeros, dim=1, axis="tp")  # Replicate → Shard(1)
-        mask = torch.where(mask_2, zeros, torch.finfo(torch.bfloat16).min)
+        zeros = torch.zeros((), dtype=torch.bfloat16, device=x.device)
+        mask = torch.where(attention_mask_3, zeros, torch.finfo(torch.bfloat16).min)
+        mask = mask.expand(b, 2, s, s)
         attn = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
         attn = attn.transpose(1, 2).reshape(b, s, 16)
         # row-parallel → Partial
@@ -392,21 +392,21 @@ class Model(nn.Module):
             self.register_buffer("_count", torch.zeros((), dtype=torch.int64), persistent=False)  # the trainer sets it
 
     def forward(self, *received, input_ids, labels, attention_mask):
-        mask, labels_2, mask_2 = self._tables(attention_mask, labels)
+        attention_mask_2, labels_2, attention_mask_3 = self._tables(attention_mask, labels)
         if self._first:
             x = self._prologue(input_ids)
         else:
             (x,) = received
         if self._start <= 0 < self._stop:
-            position_bias, x = self.encoder.block[0](x, mask)
+            position_bias, x = self.encoder.block[0](x, attention_mask_2)
         for i in self._range(1, 3):
-            x = self.encoder.block[i](x, mask, position_bias)
+            x = self.encoder.block[i](x, attention_mask_2, position_bias)
         if self._start <= 3 < self._stop:
             encoder_out, x = self._between(x, labels_2)
         if self._start <= 4 < self._stop:
-            position_bias, zeros, x = self.decoder.block[0](x, encoder_out, mask_2)
+            position_bias, x = self.decoder.block[0](x, encoder_out, attention_mask_3)
         for i in self._range(5, 7):
-            x = self.decoder.block[i - 4](x, position_bias, encoder_out, mask_2, zeros)
+            x = self.decoder.block[i - 4](x, position_bias, encoder_out, attention_mask_3)
         if self._last:
             return self._epilogue(x, labels)
         return x
@@ -414,11 +414,7 @@ class Model(nn.Module):
     def _tables(self, attention_mask, labels):
         """What layers read that depends on no parameter: every stage makes its own."""
         b, s = attention_mask.shape
-        positions = torch.arange(s, device=attention_mask.device)
-        positions = positions.unsqueeze(0).unsqueeze(1).unsqueeze(3)
-        mask = positions >= 0
-        mask = torch.ones((), dtype=torch.bool, device=attention_mask.device) & mask
-        mask = mask & attention_mask.to(torch.bool).reshape(b, 1, 1, s)
+        attention_mask_2 = attention_mask.to(torch.bool).reshape(b, 1, 1, s).expand(b, 1, s, s)
         zeros = torch.zeros((b, s), dtype=torch.int64, device=attention_mask.device)[..., :1]
         labels = torch.cat((zeros, labels[..., :-1]), dim=1)
         labels = labels[..., 1:]
@@ -426,12 +422,8 @@ class Model(nn.Module):
         constant = constant.expand(b).unsqueeze(1)
         labels = torch.cat((constant, labels), dim=1)
         labels_2 = labels.masked_fill(labels == -100, 0)
-        positions = torch.arange(s, device=attention_mask.device)
-        positions = positions.unsqueeze(0).unsqueeze(1).unsqueeze(3)
-        mask_2 = positions >= 0
-        mask_2 = torch.ones((), dtype=torch.bool, device=attention_mask.device) & mask_2
-        mask_2 = mask_2 & attention_mask.to(torch.bool).reshape(b, 1, 1, s)
-        return mask, labels_2, mask_2
+        attention_mask_3 = attention_mask.to(torch.bool).reshape(b, 1, 1, s).expand(b, 1, s, s)
+        return attention_mask_2, labels_2, attention_mask_3
 
     def _prologue(self, input_ids):
         """What runs before the first layer."""

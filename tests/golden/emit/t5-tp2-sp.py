@@ -64,12 +64,12 @@ class T5BlockEncoderFirst(nn.Module):
         parameter(self, "layer.1.DenseReluDense.wi.weight", (72, 32), shard=0)
         parameter(self, "layer.1.DenseReluDense.wo.weight", (32, 72), shard=1)
 
-    def forward(self, x, mask):  # x: Shard(1)@tp [b, s/2, 32]
-        position_bias, x = self._attention(x, mask)
+    def forward(self, x, attention_mask_2):  # x: Shard(1)@tp [b, s/2, 32]
+        position_bias, x = self._attention(x, attention_mask_2)
         x = self._mlp(x)
         return position_bias, x
 
-    def _attention(self, x, mask):  # x: Shard(1)@tp [b, s/2, 32]
+    def _attention(self, x, attention_mask_2):  # x: Shard(1)@tp [b, s/2, 32]
         b, s = x.shape[0], x.shape[1] * 2  # x has 1/2 of s
         h = summed(self.layer[0].layer_norm.weight) * F.rms_norm(x, (32,), eps=1e-06)
         h = all_gather(h, dim=1, axis="tp")  # Shard(1) → Replicate; backward: reduce-scatter
@@ -97,7 +97,7 @@ class T5BlockEncoderFirst(nn.Module):
         # Shard(1) → Shard(0); backward: all-to-all
         position_bias = all_to_all(position_bias, from_dim=1, to_dim=0, axis="tp")
         position_bias = position_bias.unsqueeze(0)
-        bias = torch.where(mask, position_bias, torch.finfo(torch.bfloat16).min)
+        bias = torch.where(attention_mask_2, position_bias, torch.finfo(torch.bfloat16).min)
         attn = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
         attn = attn.transpose(1, 2).reshape(b, s, 16)
         attn = F.linear(attn, local(self.layer[0].SelfAttention.o.weight))  # row-parallel → Partial
@@ -140,7 +140,7 @@ class T5BlockEncoder(nn.Module):
         parameter(self, "layer.1.DenseReluDense.wi.weight", (72, 32), shard=0)
         parameter(self, "layer.1.DenseReluDense.wo.weight", (32, 72), shard=1)
 
-    def forward(self, x, mask, position_bias):  # x: Shard(1)@tp [b, s/2, 32]
+    def forward(self, x, attention_mask_2, position_bias):  # x: Shard(1)@tp [b, s/2, 32]
         b, s = x.shape[0], x.shape[1] * 2  # x has 1/2 of s
         h = summed(self.layer[0].layer_norm.weight) * F.rms_norm(x, (32,), eps=1e-06)
         h = all_gather(h, dim=1, axis="tp")  # Shard(1) → Replicate; backward: reduce-scatter
@@ -150,7 +150,7 @@ class T5BlockEncoder(nn.Module):
         k = k.reshape(b, s, 2, 8).transpose(1, 2)
         v = F.linear(h, local(self.layer[0].SelfAttention.v.weight))  # column-parallel
         v = v.reshape(b, s, 2, 8).transpose(1, 2)
-        bias = torch.where(mask, position_bias, torch.finfo(torch.bfloat16).min)
+        bias = torch.where(attention_mask_2, position_bias, torch.finfo(torch.bfloat16).min)
         attn = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
         attn = attn.transpose(1, 2).reshape(b, s, 16)
         attn = F.linear(attn, local(self.layer[0].SelfAttention.o.weight))  # row-parallel → Partial
@@ -203,11 +203,11 @@ class T5BlockDecoderFirst(nn.Module):
         parameter(self, "layer.2.DenseReluDense.wi.weight", (72, 32), shard=0)
         parameter(self, "layer.2.DenseReluDense.wo.weight", (32, 72), shard=1)
 
-    def forward(self, x, encoder_out, mask_2):  # x: Shard(1)@tp [b, s/2, 32]
+    def forward(self, x, encoder_out, attention_mask_3):  # x: Shard(1)@tp [b, s/2, 32]
         position_bias, x = self._attention(x)
-        zeros, x = self._cross_attention(x, encoder_out, mask_2)
+        x = self._cross_attention(x, encoder_out, attention_mask_3)
         x = self._mlp(x)
-        return position_bias, zeros, x
+        return position_bias, x
 
     def _attention(self, x):  # x: Shard(1)@tp [b, s/2, 32]
         b, s = x.shape[0], x.shape[1] * 2  # x has 1/2 of s
@@ -247,7 +247,7 @@ class T5BlockDecoderFirst(nn.Module):
         x = x + attn
         return position_bias, x
 
-    def _cross_attention(self, x, encoder_out, mask_2):  # x: Shard(1)@tp [b, s/2, 32]
+    def _cross_attention(self, x, encoder_out, attention_mask_3):  # x: Shard(1)@tp [b, s/2, 32]
         b, s = x.shape[0], x.shape[1] * 2  # x has 1/2 of s
         h = summed(self.layer[1].layer_norm.weight) * F.rms_norm(x, (32,), eps=1e-06)
         h = all_gather(h, dim=1, axis="tp")  # Shard(1) → Replicate; backward: reduce-scatter
@@ -259,16 +259,15 @@ class T5BlockDecoderFirst(nn.Module):
         k = k.reshape(b, s, 2, 8).transpose(1, 2)
         v = F.linear(encoder_out, local(self.layer[1].EncDecAttention.v.weight))  # column-parallel
         v = v.reshape(b, s, 2, 8).transpose(1, 2)
-        zeros = torch.zeros((1, 4, s, s), dtype=torch.bfloat16, device=x.device)
-        zeros_2 = split(zeros, dim=1, axis="tp")  # Replicate → Shard(1)
-        mask = torch.where(mask_2, zeros_2, torch.finfo(torch.bfloat16).min)
+        zeros = torch.zeros((), dtype=torch.bfloat16, device=x.device)
+        mask = torch.where(attention_mask_3, zeros, torch.finfo(torch.bfloat16).min)
+        mask = mask.expand(b, 2, s, s)
         attn = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
         attn = attn.transpose(1, 2).reshape(b, s, 16)
         # row-parallel → Partial
         attn = F.linear(attn, local(self.layer[1].EncDecAttention.o.weight))
         attn = reduce_scatter(attn, dim=1, axis="tp")  # Partial → Shard(1); backward: all-gather
-        x = x + attn
-        return zeros, x
+        return x + attn
 
     def _mlp(self, x):  # x: Shard(1)@tp [b, s/2, 32]
         h = summed(self.layer[2].layer_norm.weight) * F.rms_norm(x, (32,), eps=1e-06)
@@ -316,9 +315,9 @@ class T5BlockDecoder(nn.Module):
         parameter(self, "layer.2.DenseReluDense.wi.weight", (72, 32), shard=0)
         parameter(self, "layer.2.DenseReluDense.wo.weight", (32, 72), shard=1)
 
-    def forward(self, x, position_bias, encoder_out, mask_2, zeros):  # x: Shard(1)@tp [b, s/2, 32]
+    def forward(self, x, position_bias, encoder_out, attention_mask_3):  # x: Shard(1)@tp [b, s/2, 32]
         x = self._attention(x, position_bias)
-        x = self._cross_attention(x, encoder_out, mask_2, zeros)
+        x = self._cross_attention(x, encoder_out, attention_mask_3)
         return self._mlp(x)
 
     def _attention(self, x, position_bias):  # x: Shard(1)@tp [b, s/2, 32]
@@ -341,7 +340,7 @@ class T5BlockDecoder(nn.Module):
         attn = reduce_scatter(attn, dim=1, axis="tp")  # Partial → Shard(1); backward: all-gather
         return x + attn
 
-    def _cross_attention(self, x, encoder_out, mask_2, zeros):  # x: Shard(1)@tp [b, s/2, 32]
+    def _cross_attention(self, x, encoder_out, attention_mask_3):  # x: Shard(1)@tp [b, s/2, 32]
         b, s = x.shape[0], x.shape[1] * 2  # x has 1/2 of s
         h = summed(self.layer[1].layer_norm.weight) * F.rms_norm(x, (32,), eps=1e-06)
         h = all_gather(h, dim=1, axis="tp")  # Shard(1) → Replicate; backward: reduce-scatter
@@ -353,8 +352,9 @@ class T5BlockDecoder(nn.Module):
         k = k.reshape(b, s, 2, 8).transpose(1, 2)
         v = F.linear(encoder_out, local(self.layer[1].EncDecAttention.v.weight))  # column-parallel
         v = v.reshape(b, s, 2, 8).transpose(1, 2)
-        zeros = split(zeros, dim=1, axis="tp")  # Replicate → Shard(1)
-        mask = torch.where(mask_2, zeros, torch.finfo(torch.bfloat16).min)
+        zeros = torch.zeros((), dtype=torch.bfloat16, device=x.device)
+        mask = torch.where(attention_mask_3, zeros, torch.finfo(torch.bfloat16).min)
+        mask = mask.expand(b, 2, s, s)
         attn = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
         attn = attn.transpose(1, 2).reshape(b, s, 16)
         # row-parallel → Partial
@@ -397,25 +397,21 @@ class Model(nn.Module):
         self.register_buffer("_count", torch.zeros((), dtype=torch.int64), persistent=False)  # the trainer sets it
 
     def forward(self, *, input_ids, labels, attention_mask):
-        mask, labels_2, mask_2 = self._tables(attention_mask, labels)
+        attention_mask_2, labels_2, attention_mask_3 = self._tables(attention_mask, labels)
         x = self._prologue(input_ids)
-        position_bias, x = self.encoder.block[0](x, mask)
+        position_bias, x = self.encoder.block[0](x, attention_mask_2)
         for i in range(1, 3):
-            x = self.encoder.block[i](x, mask, position_bias)
+            x = self.encoder.block[i](x, attention_mask_2, position_bias)
         encoder_out, x = self._between(x, labels_2)
-        position_bias, zeros, x = self.decoder.block[0](x, encoder_out, mask_2)
+        position_bias, x = self.decoder.block[0](x, encoder_out, attention_mask_3)
         for i in range(1, 3):
-            x = self.decoder.block[i](x, position_bias, encoder_out, mask_2, zeros)
+            x = self.decoder.block[i](x, position_bias, encoder_out, attention_mask_3)
         return self._epilogue(x, labels)
 
     def _tables(self, attention_mask, labels):
         """What layers read that depends on no parameter: every stage makes its own."""
         b, s = attention_mask.shape
-        positions = torch.arange(s, device=attention_mask.device)
-        positions = positions.unsqueeze(0).unsqueeze(1).unsqueeze(3)
-        mask = positions >= 0
-        mask = torch.ones((), dtype=torch.bool, device=attention_mask.device) & mask
-        mask = mask & attention_mask.to(torch.bool).reshape(b, 1, 1, s)
+        attention_mask_2 = attention_mask.to(torch.bool).reshape(b, 1, 1, s).expand(b, 1, s, s)
         zeros = torch.zeros((b, s), dtype=torch.int64, device=attention_mask.device)[..., :1]
         labels = torch.cat((zeros, labels[..., :-1]), dim=1)
         labels = labels[..., 1:]
@@ -423,12 +419,8 @@ class Model(nn.Module):
         constant = constant.expand(b).unsqueeze(1)
         labels = torch.cat((constant, labels), dim=1)
         labels_2 = labels.masked_fill(labels == -100, 0)
-        positions = torch.arange(s, device=attention_mask.device)
-        positions = positions.unsqueeze(0).unsqueeze(1).unsqueeze(3)
-        mask_2 = positions >= 0
-        mask_2 = torch.ones((), dtype=torch.bool, device=attention_mask.device) & mask_2
-        mask_2 = mask_2 & attention_mask.to(torch.bool).reshape(b, 1, 1, s)
-        return mask, labels_2, mask_2
+        attention_mask_3 = attention_mask.to(torch.bool).reshape(b, 1, 1, s).expand(b, 1, s, s)
+        return attention_mask_2, labels_2, attention_mask_3
 
     def _prologue(self, input_ids):
         """What runs before the first layer."""
