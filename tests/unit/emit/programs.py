@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch import nn
 
+from autopar.compile.cache import remembered
 from autopar.compile.compiler import compile_program, cut_sequence, prepare, with_heads
 from autopar.cost_models.hardware import gpu
 from autopar.emit.emission import Predicted
@@ -101,7 +106,7 @@ def _hugging_face(name: str, layers: int) -> Program:
             model: Any = MistralForCausalLM(MistralConfig(**sizes, sliding_window=8))
         else:
             model = LlamaForCausalLM(LlamaConfig(**sizes))
-    return prepare(model, default_inputs(model, 2, SEQUENCE), "bf16")
+    return _kept(model, default_inputs(model, 2, SEQUENCE), "bf16")
 
 
 def _family(name: str) -> Program:
@@ -109,7 +114,7 @@ def _family(name: str) -> Program:
     with torch.device("meta"):
         model = family.build()
     inputs = family.inputs(2, torch.Generator().manual_seed(0))
-    return prepare(model, {**inputs, **family.arguments}, "bf16")
+    return _kept(model, {**inputs, **family.arguments}, "bf16")
 
 
 def _context(program: Program, plan: Plan) -> Solution:
@@ -120,6 +125,13 @@ def _context(program: Program, plan: Plan) -> Solution:
     values = {B: plan.batch.micro_batch, S: plan.batch.sequence}
     costs = TimeCosts(gpu("h100-sxm-80gb"), "bf16", cp, {B: 1, S: 8192}, axis="cp")
     return solve(with_heads(program, plan), context_axis(program, cp, values, RING.name, plan.mesh.tp), costs, RING)
+
+
+def _kept(model: nn.Module, inputs: Mapping[str, Any], precision: str) -> Program:
+    """Prepared once for all workers, by the product's cache, in pytest's folder; the tests' own models each time."""
+    folder = {"AUTOPAR_CACHE": "on", "XDG_CACHE_HOME": str(Path(__file__).parents[3] / ".pytest_cache")}
+    with patch.dict(os.environ, folder):
+        return remembered(lambda: prepare(model, inputs, precision), model, inputs, (precision, "refuse"), None)
 
 
 def _solution(program: Program, tp: int, layout: Layout) -> Solution:
