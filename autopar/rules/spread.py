@@ -15,6 +15,7 @@ import sympy
 from torch import fx
 
 from ..errors import PlanError, TypeCheckError
+from ..ir.custom import OPAQUE
 from ..ir.graph import B, Block, Call, Program, Role, info, node_inputs, op_name
 from ..placement import GRAD_PARTIAL, PARTIAL, REPLICATE, Placement, Strategy, conversion
 from ..plan.plan import Plan
@@ -189,7 +190,10 @@ class _Typing:
 
 def _prices(node: fx.Node, reading: tuple[Placement, ...], strategy: Strategy) -> float | None:
     """The collectives that the operands need for a strategy; None where one has no conversion."""
-    prices = [_price(*operand) for operand in zip(node_inputs(node), reading, strategy.inputs, strict=True)]
+    operands = list(zip(node_inputs(node), reading, strategy.inputs, strict=True))
+    if node.target is OPAQUE and any(info(n).role is Role.PARAMETER and now != wanted for n, now, wanted in operands):
+        return None  # a module that is kept whole reads its parameters itself
+    prices = [_price(*operand) for operand in operands]
     known = [price for price in prices if price is not None]
     return sum(known) if len(known) == len(prices) else None
 
