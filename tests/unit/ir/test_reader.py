@@ -56,6 +56,7 @@ def assert_read_back(program: Program) -> None:
     assert write_program(again) == text
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("name", zoo.FAMILIES)
 def test_a_prepared_program_is_read_as_it_is_written(name: str) -> None:
     family = zoo.FAMILIES[name]
