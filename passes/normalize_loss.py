@@ -12,10 +12,13 @@ from torch import fx
 from autopar.ir.build import call, eliminate_dead, replace_node
 from autopar.ir.counts import Counts, of_inputs_only
 from autopar.ir.graph import COUNT, MODEL, B, Program, Shape, arguments, info, node_inputs
+from autopar.placement import Placement
 from autopar.plan.plan import Plan
+from autopar.rules import has_rule, rule_of, strategies
 from autopar.rules.arguments import option
 from autopar.rules.losses import MEAN, SUM, terms
 from autopar.rules.losses import RULES as LOSSES
+from autopar.rules.spread import AXIS
 from autopar.rules.verify import Level
 
 aten = torch.ops.aten
@@ -66,7 +69,7 @@ class NormalizeLoss:
                 _divide_by_global_size(node, counts)
         known: dict[fx.Node, bool] = {}
         for node in block.ops:
-            if node.target in _SUMS and _leaves_batch(node) and of_inputs_only(node, known):
+            if _is_count(node, known):
                 replace_node(node, counts.of(node))
         _Terms().of(block.results[0])
         eliminate_dead(block.graph)
@@ -125,6 +128,32 @@ def _has_batch(sizes: Shape) -> bool:
 
 def _leaves_batch(node: fx.Node) -> bool:
     return _has_batch(info(node_inputs(node)[0]).shape) and not _has_batch(info(node).shape)
+
+
+def _is_count(node: fx.Node, known: dict[fx.Node, bool]) -> bool:
+    """Whether a value is summed over the batch of inputs only, so that parts of the batch may each count their own."""
+    return node.target in _SUMS and _leaves_batch(node) and of_inputs_only(node, known) and _adds_up(node)
+
+
+def _adds_up(node: fx.Node) -> bool:
+    """Whether a sum over the batch is that of its parts' sums: not of pairs of samples, nor beside a maximum of all."""
+    lies = _lies(node_inputs(node)[0], {})
+    return lies is not None and lies.is_shard
+
+
+def _lies(node: fx.Node, known: dict[fx.Node, Placement | None]) -> Placement | None:
+    """How a value of inputs lies on dp where nothing is exchanged; None where its op needs other samples."""
+    if node not in known:
+        operands = [_lies(n, known) for n in node_inputs(node)]
+        reading = tuple(p for p in operands if p is not None)
+        if node.op == "placeholder":
+            known[node] = AXIS.given(info(node))
+        elif len(reading) < len(operands) or not has_rule(node):
+            known[node] = None
+        else:
+            options = [s.output for s in strategies(node, rule_of(node), AXIS, reading) if s.inputs == reading]
+            known[node] = max(options, key=lambda p: p.is_shard, default=None)
+    return known[node]
 
 
 def _product(sizes: Shape) -> sympy.Expr:

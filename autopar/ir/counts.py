@@ -36,7 +36,12 @@ class Counts:
         return self._made[value]
 
     def of_size(self, size: sympy.Expr) -> fx.Node | None:
-        """A multiple of the batch size, for the whole batch; None where no input tells the sizes it needs."""
+        """A multiple of the batch size, for the whole batch.
+
+        None where no input tells the sizes it needs, and where parts of a batch do not add up to it: b², b - 1.
+        """
+        if B in size.free_symbols and B in sympy.cancel(size / B).free_symbols:
+            return None
         inputs = [n for n in self._of.nodes if n.op == "placeholder" and info(n).role is Role.INPUT]
         source = next((n for n in inputs if size.free_symbols <= {*dims_of(info(n).shape)}), None)
         if source is None:

@@ -48,10 +48,40 @@ class Hardest(nn.Module):
         return F.softplus(nearest - (one * other).sum(1)).mean()
 
 
+class EachPair(SigLip):
+    """The mean over all pairs: b² terms, of which replicas that count their own would have a part only."""
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        one, other = (F.normalize(self.tower(x).mean(1), dim=-1) for x in (left, right))
+        right_pairs = torch.eye(one.shape[0], dtype=one.dtype, device=one.device)
+        return F.binary_cross_entropy_with_logits(one @ other.t() + self.bias, right_pairs)
+
+
+class SameClass(SigLip):
+    """Supervised contrastive: pairs of samples of one class, counted among all."""
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        one, other = (F.normalize(self.tower(x).mean(1), dim=-1) for x in (left, right))
+        kind = left[:, 0] % 2
+        same = kind[:, None] == kind[None, :]
+        return -((one @ other.t() + self.bias).log_softmax(1) * same).sum() / same.sum()
+
+
+class Following(SigLip):
+    """Each sample beside the next one: b - 1 of them."""
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        one, other = (F.normalize(self.tower(x).mean(1), dim=-1) for x in (left, right))
+        return (one[1:] - other[:-1] * self.bias).pow(2).mean()
+
+
 MODELS: dict[str, tuple[type[nn.Module], dict[str, Tensor]]] = {
     "clip": (Clip, {"input_ids": ids(), "pixel_values": torch.zeros(2, 3, 8, 8)}),
     "siglip": (SigLip, {"left": ids(), "right": ids()}),
     "hardest": (Hardest, {"left": ids(), "right": ids()}),
+    "each pair": (EachPair, {"left": ids(), "right": ids()}),
+    "same class": (SameClass, {"left": ids(), "right": ids()}),
+    "following": (Following, {"left": ids(), "right": ids()}),
 }
 PLANS: dict[str, dict[str, Any]] = {
     "dp2-tp2": {"dp": 2, "tp": 2, "sequence_parallel": False},

@@ -62,7 +62,7 @@ STEPS: dict[str, str] = {
     "its largest": f"{{n}}a: [b, s, 1] = amax({{x}}, [-1], True)\n{{n}}: {X} = sub({{x}}, {{n}}a)",
     "softmax": f"{{n}}: {X} = softmax({{x}}, -1)",
     "softmax over tokens": f"{{n}}: {X} = softmax({{x}}, 1)",
-    "hidden features": f"{{n}}a: {X} = masked_fill.Scalar({{x}}, nub, -float('inf'))\n{{n}}: {X} = softmax({{n}}a, -1)",
+    "hidden features": f"{{n}}a: {X} = masked_fill.Scalar({{x}}, nub, -inf)\n{{n}}: {X} = softmax({{n}}a, -1)",
     "running sum": f"{{n}}: {X} = cumsum({{x}}, 1)",
     "running sum of features": f"{{n}}: {X} = cumsum({{x}}, -1)",
     "running product": f"{{n}}: {X} = cumprod({{x}}, 1)",
@@ -89,9 +89,9 @@ LOOKUPS = {
 MASKS = {  # with their shape
     "keys": ("kb", "b, 1, s"), "causal": ("le", "s, s"), "causal and keys": ("lek", "b, s, s"),
     "window": ("win", "s, s"), "window and keys": ("wink", "b, s, s"), "pairs": ("pair", "b, s, s"),
-    "all": ("any", "b, 1, s"),
+    "all": ("every", "b, 1, s"),
 }  # fmt: skip
-FILLS = ("-float('inf')", "-1e9", "torch.finfo(torch.float64).min")
+FILLS = ("-inf", "-1e9", repr(torch.finfo(torch.float64).min))
 LOSSES = {
     "of the mask": f"la: {X} = mul({{x}}, {{x}})\nlb: {X} = mul(la, u)\nloss: [] = sum(lb)",
     "of all": f"la: {X} = mul({{x}}, {{x}})\nloss: [] = sum(la)",
@@ -126,7 +126,7 @@ ub: [b, s, 1] bool = unsqueeze(mb, -1)
 nub: [b, s, 1] bool = logical_not(ub)
 kb: [b, 1, s] bool = unsqueeze(mb, 1)
 masks: [b, 1, s] int = unsqueeze(mask, 1)
-any: [b, 1, s] bool = ge.Scalar(masks, 0)
+every: [b, 1, s] bool = ge.Scalar(masks, 0)
 p: [s] int = arange(s)
 p2: [s] int = add(p, 2)
 pc: [s] int = clamp(p2, 0, {ROWS - 1})
