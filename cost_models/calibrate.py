@@ -57,9 +57,10 @@ def measure_cpu() -> CpuMeasurement:
 
 
 def cache_directory() -> Path:
-    """`AUTOPAR_CACHE`, or autopar/ in the user's cache directory."""
-    if "AUTOPAR_CACHE" in os.environ:
-        return Path(os.environ["AUTOPAR_CACHE"])
+    """`AUTOPAR_CACHE` where it names a folder, else autopar/ in the user's cache directory."""
+    folder = os.environ.get("AUTOPAR_CACHE", "on")
+    if folder not in ("on", "off"):  # words for the cache of programs
+        return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "autopar"
 
 

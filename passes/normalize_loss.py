@@ -132,12 +132,15 @@ def _leaves_batch(node: fx.Node) -> bool:
 
 def _is_count(node: fx.Node, known: dict[fx.Node, bool]) -> bool:
     """Whether a value is summed over the batch of inputs only, so that parts of the batch may each count their own."""
-    return node.target in _SUMS and _leaves_batch(node) and of_inputs_only(node, known) and _adds_up(node)
+    if node.target not in _SUMS or not _leaves_batch(node) or not of_inputs_only(node, known):
+        return False
+    return _is_of_each(node_inputs(node)[0])
 
 
-def _adds_up(node: fx.Node) -> bool:
-    """Whether a sum over the batch is that of its parts' sums: not of pairs of samples, nor beside a maximum of all."""
-    lies = _lies(node_inputs(node)[0], {})
+def _is_of_each(value: fx.Node) -> bool:
+    """Whether a value has what each sample has, so that its sum is that of the sums of parts of the batch: not of pairs
+    of samples, nor beside a maximum of all."""
+    lies = _lies(value, {})
     return lies is not None and lies.is_shard
 
 
@@ -231,7 +234,7 @@ def _sum_over_targets(node: fx.Node, counts: Counts, targets: dict[tuple[Any, ..
     key = target, ignored, weight
     if key not in targets and weight is None:
         targets[key] = _count_valid(node, target, ignored)
-    elif key not in targets and of_inputs_only(target, {}):
+    elif key not in targets and of_inputs_only(target, {}) and _is_of_each(target):
         targets[key] = _weigh_classes(node, target, ignored, weight, counts)
     if key in targets:
         _divide(node, _as_sum(node), targets[key])

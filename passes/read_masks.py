@@ -71,9 +71,9 @@ def _read(node: fx.Node) -> None:
 
 
 def _drop_true(node: fx.Node) -> None:
-    """and(true everywhere, mask) → mask, broadcast to the result."""
+    """and(true everywhere, mask) → mask, broadcast to the result; integers are not read as truth values by it."""
     for one, other in itertools.permutations(node_inputs(node)):
-        if _is_true(one, node):
+        if info(other).dtype == torch.bool and _is_true(one, node):
             _replace(node, other)
             return
 

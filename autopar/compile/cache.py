@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from ..cost_models.calibrate import cache_directory
 from ..errors import PlanError
 from ..ir.graph import Program
 from ..ir.reader import UnwrittenError, read_program, write_program
@@ -40,17 +41,13 @@ def remembered(
     key = None if off else key_of(model, inputs, settings, cache or None)
     if key is None:
         return make()
-    file = _folder() / f"{key}.txt"
+    file = cache_directory() / f"{key}.txt"
     program = _read(file)
     if program is None:
         program = make()
         with suppress(OSError):  # a folder that cannot be written is no cache
             _write(file, program)
     return program
-
-
-def _folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autopar"
 
 
 def _read(file: Path) -> Program | None:
@@ -90,6 +87,6 @@ def _write(file: Path, program: Program) -> None:
     with NamedTemporaryFile("w", dir=file.parent, suffix=".new", delete=False) as new:
         new.write(f"{_head(text)}\n{text}")
     os.replace(new.name, file)
-    held = sorted(file.parent.glob("*.*"), key=lambda f: f.stat().st_mtime)
-    for old in held[:-_MOST]:
+    entries = sorted([*file.parent.glob("*.txt"), *file.parent.glob("*.new")], key=lambda f: f.stat().st_mtime)
+    for old in entries[:-_MOST]:
         old.unlink(missing_ok=True)

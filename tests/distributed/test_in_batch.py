@@ -75,6 +75,16 @@ class Following(SigLip):
         return (one[1:] - other[:-1] * self.bias).pow(2).mean()
 
 
+class Weighed(SigLip):
+    """Targets that depend on all samples, their classes weighed: how often each occurs is known among all."""
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        scores = self.tower(right).mean(1)[:, :2] + self.bias
+        targets = (left[:, 0] == left[:, 0].max()).long()
+        weight = torch.arange(1, 3, dtype=scores.dtype, device=left.device) / 3
+        return F.cross_entropy(scores, targets, weight=weight)
+
+
 MODELS: dict[str, tuple[type[nn.Module], dict[str, Tensor]]] = {
     "clip": (Clip, {"input_ids": ids(), "pixel_values": torch.zeros(2, 3, 8, 8)}),
     "siglip": (SigLip, {"left": ids(), "right": ids()}),
@@ -82,6 +92,7 @@ MODELS: dict[str, tuple[type[nn.Module], dict[str, Tensor]]] = {
     "each pair": (EachPair, {"left": ids(), "right": ids()}),
     "same class": (SameClass, {"left": ids(), "right": ids()}),
     "following": (Following, {"left": ids(), "right": ids()}),
+    "weighed": (Weighed, {"left": ids(), "right": ids()}),
 }
 PLANS: dict[str, dict[str, Any]] = {
     "dp2-tp2": {"dp": 2, "tp": 2, "sequence_parallel": False},
@@ -90,6 +101,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(("name", "plan"), [(name, plan) for name in MODELS for plan in PLANS])
 def test_trains_as_one_process(name: str, plan: str, tmp_path: Path) -> None:
     build, inputs = MODELS[name]

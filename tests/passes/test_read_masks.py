@@ -116,3 +116,22 @@ def test_a_choice_by_a_mask_that_is_true_everywhere_is_its_first() -> None:
           return d
         """,
     )
+
+
+@pytest.mark.parametrize(("conjunction", "kind"), [("logical_and", "bool"), ("bitwise_and.Tensor", "int")])
+def test_integers_beside_a_mask_that_is_true_stay_what_the_conjunction_makes_of_them(
+    conjunction: str, kind: str
+) -> None:
+    """2 is true, and its last bit is 0: neither is 2."""
+    before = f"""
+    block model:
+      x: [b, s] = input x
+      lengths: [b, s] int = input lengths
+      p: [s] int = arange(s)
+      true: [s] bool = ge.Scalar(p, 0)
+      both: [b, s] {kind} = {conjunction}(true, lengths)
+      y: [b, s] = mul.Tensor(x, both)
+      return y
+    """
+    after = before.replace(" int =", " =").replace(" bool =", " =").replace(".Tensor", "").replace(".Scalar", "")
+    assert_becomes(ReadMasks(), before, after)

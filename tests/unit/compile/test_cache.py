@@ -246,7 +246,7 @@ def test_a_program_with_a_module_that_is_kept_whole_is_not_written(folder: Path)
 
 def test_verify_traces_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     planned = plan(gpt(), cache="mine")
-    for name in ("_read", "_folder", "key_of"):
+    for name in ("_read", "cache_directory", "key_of"):
         monkeypatch.setattr(stored, name, lambda *of: pytest.fail("verify reads the cache"))
     assert planned.verify(1).holds
 
