@@ -84,7 +84,8 @@ def _choose(node: fx.Node) -> None:
     if not isinstance(mask, fx.Node) or not isinstance(first, fx.Node) or info(first).dtype != info(node).dtype:
         return
     if _is_true(mask, node):
-        _replace(node, first)
+        if not (isinstance(other, fx.Node) and info(other).requires_grad):  # whose gradients are zeros, and no None
+            _replace(node, first)
     elif _adds_nothing(first) and info(first).shape != () and not isinstance(other, fx.Node):
         graph, facts = node.graph, info(node)
         with graph.inserting_before(node):

@@ -58,6 +58,7 @@ class _Search:
     integral: list[int] = field(default_factory=list)
     rows: list[tuple[dict[int, float], float, float]] = field(default_factory=list)
     conversions: dict[tuple[Unit, Placement, Placement, str], int] = field(default_factory=dict)
+    products: dict[fx.Node, bool] = field(default_factory=dict)
     largest: dict[str, int] = field(default_factory=dict)  # block → elements of its largest weight
 
     def __post_init__(self) -> None:
@@ -151,8 +152,21 @@ class _Search:
             and len(operands) == 2
             and all(o.requires_grad and o.role is not Role.PARAMETER for o in operands)
             and all(o.shape in hidden for o in operands)
-            and not all(map(_is_product, node_inputs(node)))
+            and not all(map(self._is_product, node_inputs(node)))
         )
+
+    def _is_product(self, node: fx.Node) -> bool:
+        """Whether a value is what a product gives, through views, and sums with biases or other products."""
+        if node not in self.products:
+            kind = rule_of(node).kind if node.op == "call_function" else ""
+            operands = node_inputs(node)
+            if node.target is torch.ops.aten.add.Tensor:
+                product = all([info(n).role is Role.PARAMETER or self._is_product(n) for n in operands])
+            else:
+                view = kind == "view" and bool(operands)
+                product = self._is_product(operands[0]) if view else kind in ("matmul", "experts")
+            self.products[node] = product
+        return self.products[node]
 
     # constraints
 
@@ -241,14 +255,6 @@ def _weight_size(node: fx.Node) -> int:
         return 0
     weights = [info(n).shape for n in node_inputs(node) if info(n).role is Role.PARAMETER]
     return sum(int(sympy.Mul(*shape)) for shape in weights)
-
-
-def _is_product(node: fx.Node) -> bool:
-    """Whether a value is what a product gives, through views, and sums with biases or other products."""
-    kind = rule_of(node).kind if node.op == "call_function" else ""
-    if node.target is torch.ops.aten.add.Tensor:
-        return all(info(n).role is Role.PARAMETER or _is_product(n) for n in node_inputs(node))
-    return _is_product(node_inputs(node)[0]) if kind == "view" and node_inputs(node) else kind in ("matmul", "experts")
 
 
 def _preferred(options: list[Strategy], placements: tuple[Placement, ...]) -> list[Strategy]:

@@ -3,7 +3,7 @@
 import pytest
 
 from autopar.passes.read_masks import ReadMasks
-from tests.passes.programs import assert_becomes
+from tests.passes.programs import assert_becomes, read
 
 _BEFORE = """
 block model:
@@ -135,3 +135,19 @@ def test_integers_beside_a_mask_that_is_true_stay_what_the_conjunction_makes_of_
     """
     after = before.replace(" int =", " =").replace(" bool =", " =").replace(".Tensor", "").replace(".Scalar", "")
     assert_becomes(ReadMasks(), before, after)
+
+
+def test_a_choice_keeps_what_has_a_gradient_of_zeros() -> None:
+    """Left out, the parameter would have no gradient at all, and no weight decay."""
+    text = """
+    block model:
+      x: [b, s, 4] = value 0
+      other: [4] = parameter other
+      p: [s] int = arange(s)
+      i: [s, 1] int = unsqueeze(p, 1)
+      ge: [s, 1] bool = ge.Scalar(i, 0)
+      y: [b, s, 4] = where.self(ge, x, other)
+      return y
+    """
+    program = ReadMasks().apply(read(text), None)
+    assert "y" in [node.name for _, node in program.each_op()]
