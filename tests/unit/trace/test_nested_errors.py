@@ -68,9 +68,10 @@ def test_kept_whole_and_coupling_samples(kind: str, way_out: str) -> None:
 
 
 def test_what_couples_samples() -> None:
-    said = refusal(Nested("nested coupling"))
-    assert f"(mlp, {place('nested coupling')[0]}): couples samples of a batch" in said
-    assert "> mlp_sort_values(" in said and "make it per sample, or train with dp=1" in said
+    """A sort over the batch: several micro-batches are refused by its line, for they exchange no samples."""
+    said = refusal(Nested("nested coupling"), dp=2, micro_batch=1)
+    assert f"(mlp, {place('nested coupling')[0]}): needs numbers of the whole batch" in said
+    assert "> mlp_sort_values(" in said and "which micro-batches do not exchange" in said
 
 
 class Recurrent(Chain):
